@@ -1,0 +1,1 @@
+"""What travels: trajectories, groups, messages, errors and small protocols."""
