@@ -1,0 +1,67 @@
+"""Which parts of SGLang a CPU engine replaces, and with what. Each entry says what goes wrong without it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+HOOKS: tuple[tuple[str, str, str], ...] = (
+    # (target in SGLang, kind of hook, function here)
+    # Recording routed experts pins its host buffer through the CUDA runtime, also with --device cpu: the server dies at start.
+    ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", "replace", "cpu:skip_host_register"),
+    # Under expert parallelism, experts of other ranks have id -1, which the original uses as an index. Ours is also faster.
+    ("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", "around", "cpu_moe:moe_forward"),
+    # The original attends one sequence after the other in Python: three quarters of a CPU engine's time.
+    (
+        "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.init_forward_metadata",
+        "after",
+        "cpu_attention:forget_plan",
+    ),
+    (
+        "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode",
+        "around",
+        "cpu_attention:decode",
+    ),
+    (
+        "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
+        "around",
+        "cpu_attention:extend",
+    ),
+)
+
+UNPINNED = ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like")
+
+
+def skip_host_register(*args: Any, **kwargs: Any) -> None:
+    """Nothing to register: host memory is the device's memory."""
+
+
+def _without_pinning(factory: Any) -> Any:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def unpin() -> None:
+    """Make torch ignore `pin_memory` in this process: SGLang's LoRA layers ask for it everywhere, and no device can pin here."""
+    import torch
+
+    for name in UNPINNED:
+        setattr(torch, name, _without_pinning(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
+
+
+def register_cpu() -> None:
+    """Register every hook with SGLang, once per process (SGLang calls plugins once)."""
+    import importlib
+
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, kind, where in HOOKS:
+        module, function = where.split(":")
+        hook = getattr(importlib.import_module(f"moe_asyncrl.engine.plugin.{module}"), function)
+        HookRegistry.register(target, hook, HookType(kind))
+    unpin()
