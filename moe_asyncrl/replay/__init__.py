@@ -1,0 +1,1 @@
+"""Routing replay: the sampler's experts drive the trainer."""

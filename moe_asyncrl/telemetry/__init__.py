@@ -1,0 +1,1 @@
+"""Run folder, metrics and events."""

@@ -1,0 +1,95 @@
+"""The run folder: where every part writes, and what a person finds afterwards."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moe_asyncrl.telemetry.jsonl import JsonlWriter
+
+
+def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+    """Write a small file so that a reader sees the old bytes or the new ones, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    try:
+        os.write(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(temporary, path)
+
+
+class RunFolder:
+    """Names of the files in one run's folder. Holds no state but the two open writers."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).resolve()
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe (JSON is YAML too), as the roles read it."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def metrics_path(self) -> Path:
+        """JSON lines with `kind`: step, rollout, eval, probe, warmup."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events_path(self) -> Path:
+        """JSON lines: role, span, start, end (Unix seconds)."""
+        return self.path / "events.jsonl"
+
+    @cached_property
+    def metrics(self) -> JsonlWriter:
+        """Writer of `metrics.jsonl`."""
+        return JsonlWriter(self.metrics_path)
+
+    @cached_property
+    def events(self) -> JsonlWriter:
+        """Writer of `events.jsonl`."""
+        return JsonlWriter(self.events_path)
+
+    @property
+    def logs(self) -> Path:
+        """One log for each role."""
+        return self.path / "logs"
+
+    def log_path(self, role: str) -> Path:
+        """Log of one role, for example `trainer-0`."""
+        return self.logs / f"{role}.log"
+
+    @property
+    def endpoints(self) -> Path:
+        """Addresses that roles publish for each other."""
+        return self.path / "endpoints"
+
+    @property
+    def keys(self) -> Path:
+        """CURVE keys of the run; readable by its owner only."""
+        return self.path / "keys"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The trainer's checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def control_json(self) -> Path:
+        """Epoch, version and phase, as last known."""
+        return self.path / "control.json"
+
+    @property
+    def summary(self) -> Path:
+        """What the run came to; written at its end, also when it fails."""
+        return self.path / "summary.json"
+
+    def write_json(self, path: Path, value: Any) -> None:
+        """Write a small JSON file atomically."""
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(value), indent=2))

@@ -1,0 +1,96 @@
+"""`summary.json`: the figures that others read, from the run folder alone."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from moe_asyncrl.telemetry.jsonl import read_jsonl
+from moe_asyncrl.telemetry.run_folder import RunFolder
+from moe_asyncrl.telemetry.spans import overlap
+
+
+class TrajectoryCounts(msgspec.Struct, kw_only=True):
+    """Trajectories by fate."""
+
+    sampled: int = 0
+    trained: int = 0
+    stale: int = 0
+    filtered: int = 0
+    failed: int = 0
+
+
+class Summary(msgspec.Struct, kw_only=True):
+    """What a run came to. None means that it was not measured in this run."""
+
+    status: Literal["ok", "failed", "stopped"]
+    error: str | None = None
+    steps: int = 0
+    seconds: float = 0.0
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+    weight_versions: int = 0
+    replay_coverage: float | None = None
+    coverage_same_version: float | None = None
+    kl_replay: float | None = None
+    kl_live: float | None = None
+    overlap: float | None = None
+    staleness_max: int | None = None
+    trajectories: TrajectoryCounts = msgspec.field(default_factory=TrajectoryCounts)
+
+
+def summarize(
+    folder: RunFolder,
+    *,
+    status: Literal["ok", "failed", "stopped"],
+    error: str | None,
+    seconds: float,
+    counts: TrajectoryCounts,
+    since: float = 0.0,
+) -> Summary:
+    """Read metrics and events once, line by line, and sum them up. Events that ended before `since` are left out."""
+    s = Summary(status=status, error=error, seconds=seconds, trajectories=counts)
+    rows = known = same = 0.0
+    probes: list[tuple[float, float, float]] = []
+    for m in read_jsonl(folder.metrics_path):
+        kind = m.get("kind")
+        if kind == "step":
+            s.steps = max(s.steps, int(m["step"]))
+            s.staleness_max = _max(s.staleness_max, m.get("staleness_max"))
+            weight = float(m.get("replay_rows") or 0)
+            if m.get("coverage") is not None and weight > 0:
+                rows += weight
+                known += weight * float(m["coverage"])
+                same += weight * float(m.get("coverage_same_version") or 0.0)
+        elif kind == "eval":
+            if s.accuracy_before is None:
+                s.accuracy_before = float(m["accuracy"])
+            s.accuracy_after = float(m["accuracy"])
+        elif kind == "probe":
+            probes.append((float(m["kl_replay"]), float(m["kl_live"]), float(m["tokens"])))
+    if rows:
+        s.replay_coverage, s.coverage_same_version = known / rows, same / rows
+    if probes:
+        tokens = sum(p[2] for p in probes)
+        s.kl_replay = sum(p[0] * p[2] for p in probes) / tokens
+        s.kl_live = sum(p[1] * p[2] for p in probes) / tokens
+    generating: list[tuple[float, float]] = []
+    stepping: list[tuple[float, float]] = []
+    versions: set[int] = set()
+    for e in read_jsonl(folder.events_path):
+        if float(e["end"]) < since:
+            continue
+        if e["span"] == "generate":
+            generating.append((float(e["start"]), float(e["end"])))
+        elif e["span"] == "step":
+            stepping.append((float(e["start"]), float(e["end"])))
+        elif e["span"] == "update" and e.get("committed"):
+            versions.add(int(e["version"]))
+    s.weight_versions = len(versions)
+    s.overlap = overlap(generating, stepping)
+    return s
+
+
+def _max(a: int | None, b: Any) -> int | None:
+    return a if b is None else int(b) if a is None else max(a, int(b))
