@@ -1,0 +1,150 @@
+"""Reading a safetensors checkpoint, sharded or not: names, shapes and types at once, data only where it is asked for.
+
+File format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, the data).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from moe_asyncrl.data.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_MAX_HEADER = 512 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """What the header of a file says about one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
+
+
+class SafetensorsDir:
+    """An open checkpoint. Use as a context manager; files stay open until the end.
+
+    Raises:
+        UserError: no checkpoint in the directory, a missing or truncated file, an index that disagrees with its files.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.tensors: Mapping[str, StoredTensor] = MappingProxyType(_read_headers(self.directory))
+        self._open: dict[Path, Any] = {}
+
+    def __enter__(self) -> SafetensorsDir:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open.clear()
+
+    def check_shape(self, name: str, expected: tuple[int, ...]) -> None:
+        """Raise UserError unless tensor `name` exists and has the expected shape."""
+        stored = self._stored(name)
+        if stored.shape != expected:
+            raise UserError(
+                f"{stored.file}: tensor {name} has shape {list(stored.shape)}, the model needs {list(expected)}"
+            )
+
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """The tensor, or the rectangle of it that `slices` names; nothing else is read from the file.
+
+        Raises UserError if there is no such tensor or its file cannot be read.
+        """
+        stored = self._stored(name)
+        try:
+            handle = self._open.get(stored.file)
+            if handle is None:
+                handle = self._open[stored.file] = safe_open(stored.file, framework="pt")
+            if slices is None:
+                value = handle.get_tensor(name)
+            else:
+                value = handle.get_slice(name)[slices]
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{stored.file}: cannot read tensor {name}: {error}") from error
+        assert isinstance(value, torch.Tensor)
+        return value
+
+    def _stored(self, name: str) -> StoredTensor:
+        stored = self.tensors.get(name)
+        if stored is None:
+            raise UserError(f"{self.directory}: tensor {name} is not in the checkpoint")
+        return stored
+
+
+def _read_headers(directory: Path) -> dict[str, StoredTensor]:
+    if not directory.is_dir():
+        raise UserError(f"model directory {directory} does not exist")
+    if not (directory / INDEX).is_file():
+        if not (directory / SINGLE).is_file():
+            raise UserError(f"{directory} has neither {SINGLE} nor {INDEX}: only safetensors checkpoints can be read")
+        return {t.name: t for t in _read_header(directory / SINGLE)}
+    weight_map = _read_weight_map(directory / INDEX)
+    tensors: dict[str, StoredTensor] = {}
+    for name in sorted(set(weight_map.values())):
+        path = directory / name
+        if not path.is_file():
+            raise UserError(f"{directory / INDEX} names {name}, which does not exist")
+        for tensor in _read_header(path):
+            if weight_map.get(tensor.name) != name:
+                told = weight_map.get(tensor.name)
+                raise UserError(
+                    f"{path} holds tensor {tensor.name}, which {INDEX} " + (f"puts into {told}" if told else "does not name")
+                )
+            tensors[tensor.name] = tensor
+    for tensor_name, name in weight_map.items():
+        if tensor_name not in tensors:
+            raise UserError(f"{directory / INDEX} puts tensor {tensor_name} into {name}, which does not hold it")
+    return tensors
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()) or not weight_map:
+        raise UserError(f"{path} has no `weight_map` from tensor names to file names")
+    for name in set(weight_map.values()):
+        if Path(name).name != name:
+            raise UserError(f"{path} names the file {name!r}, which is not a plain file name in its directory")
+    return weight_map
+
+
+def _read_header(path: Path) -> list[StoredTensor]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER
+        if length >= _MAX_HEADER or 8 + length > size:
+            raise UserError(f"{path} is not a complete safetensors file: {size} bytes, header cut short or damaged")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            entries = [(k, v["dtype"], tuple(v["shape"]), v["data_offsets"]) for k, v in header.items()]
+            end = max((int(offsets[1]) for *_, offsets in entries), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise UserError(f"{path} has a damaged safetensors header: {error}") from error
+    if 8 + length + end != size:
+        raise UserError(f"{path} is truncated or damaged: {size} bytes, its header promises {8 + length + end}")
+    tensors = []
+    for name, dtype, shape, _ in entries:
+        if dtype not in _DTYPES:
+            raise UserError(f"{path}: tensor {name} has type {dtype}, only {', '.join(_DTYPES)} are supported")
+        tensors.append(StoredTensor(name, shape, _DTYPES[dtype], path))
+    return tensors

@@ -1,0 +1,41 @@
+"""Moving values between HF tensors and local parameters, block by block. Copies only: no value is ever computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from moe_asyncrl.models.algebra import Block
+from moe_asyncrl.models.shards import Shard
+
+
+def assemble(shard: Shard, read: Callable[[Block], torch.Tensor], out: torch.Tensor) -> None:
+    """Fill `out`, the local parameter of `shard`, with `read(block)` for each of its blocks; padding becomes zero.
+
+    `read` returns a tensor of `block.size` of any dtype and device; it is converted to those of `out`.
+    Raises ValueError if `out` has another shape.
+    """
+    if tuple(out.shape) != shard.shape:
+        raise ValueError(f"{shard.entry.name} has shape {tuple(out.shape)}, its shard {shard.shape}")
+    blocks = shard.blocks
+    with torch.no_grad():
+        if sum(_numel(block.size) for block in blocks) < out.numel():
+            out.zero_()
+        for block in blocks:
+            out[block.local_slices].copy_(read(block))
+
+
+def disassemble(shard: Shard, local: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
+    """The blocks of a local parameter as views, in local order. Raises ValueError if `local` has another shape."""
+    if tuple(local.shape) != shard.shape:
+        raise ValueError(f"{shard.entry.name} has shape {tuple(local.shape)}, its shard {shard.shape}")
+    for block in shard.blocks:
+        yield block, local[block.local_slices]
+
+
+def _numel(size: tuple[int, ...]) -> int:
+    count = 1
+    for n in size:
+        count *= n
+    return count

@@ -1,0 +1,23 @@
+"""The supported families, by the HF class that `config.json` names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from moe_asyncrl.models.families import qwen3, qwen3_moe
+from moe_asyncrl.models.families.family import Family
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {family.architecture: family for family in (qwen3.FAMILY, qwen3_moe.FAMILY)}
+)
+
+
+def family_named(name: str) -> Family:
+    """The family with our short name, for example `qwen3_moe`. Raises UserError if there is none."""
+    from moe_asyncrl.data.errors import UserError
+
+    for family in FAMILIES.values():
+        if family.name == name:
+            return family
+    raise UserError(f"unknown model family {name!r}; supported: {', '.join(sorted(f.name for f in FAMILIES.values()))}")

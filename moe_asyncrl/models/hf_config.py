@@ -1,0 +1,63 @@
+"""Reading a Hugging Face `config.json` into a `ModelSpec`: typed fields, clear refusals, both spellings of transformers 4 and 5."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.models.families import FAMILIES
+from moe_asyncrl.models.hf_fields import HfFields
+from moe_asyncrl.models.spec import ModelSpec
+
+
+def read_spec(directory: Path) -> ModelSpec:
+    """The spec of an HF directory. Raises UserError as `ModelSpec.from_hf` says."""
+    if not directory.is_dir():
+        raise UserError(f"model directory {directory} does not exist")
+    path = directory / "config.json"
+    spec = spec_from_config(_read_object(path), source=str(path))
+    generation = directory / "generation_config.json"
+    if generation.is_file():
+        fields = HfFields(_read_object(generation), str(generation))
+        ids = fields.token_ids("eos_token_id", spec.vocab_size) or spec.eos_token_ids
+        pad = fields.token_ids("pad_token_id", spec.vocab_size)
+        spec = replace(spec, eos_token_ids=ids, pad_token_id=pad[0] if pad else spec.pad_token_id)
+    return spec
+
+
+def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
+    """The spec of a parsed `config.json`; `source` names the file in errors."""
+    family = FAMILIES[architecture_of(config, source)]
+    fields = HfFields(config, source)
+    fields.refuse_unsupported()
+    return family.read_spec(fields)
+
+
+def architecture_of(config: Mapping[str, Any], source: str) -> str:
+    """The one supported class named in `architectures`."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise UserError(f"{source}: `architectures` must name exactly one class, found {names!r}")
+    name: str = names[0]
+    if name not in FAMILIES:
+        near = difflib.get_close_matches(name, FAMILIES, n=1, cutoff=0.6)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"{source}: unknown architecture {name!r}{hint} Supported: {', '.join(sorted(FAMILIES))}")
+    return name
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: is {path.parent} a Hugging Face model directory?")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object, found {type(value).__name__}")
+    return value
