@@ -1,0 +1,226 @@
+"""Replay: routers take the experts that they are given, and every row is used exactly once in each pass.
+
+Megatron-Core's router asks the object in `router.router_replay` for its top-k (`get_replay_topk`). Upstream's own object
+holds one target at a time and needs its action switched between forward and recomputation, which a pipeline schedule
+never does. Ours is a pair of queues for each router: the forward pass takes from the first; if the layer is recomputed,
+the row moves to the second, and the recomputation takes it from there. Recomputation runs with gradients enabled, the
+checkpointed forward pass without, so no schedule has to tell us which of the two it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moe_asyncrl.replay.rows import Owner, ReplayMismatch, check_rows
+
+Mode = Literal["off", "replay", "observe"]
+TopK = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayStats:
+    """Counts of one pass on this rank, padding excluded. A decision is one token in one MoE layer of this rank."""
+
+    decisions: int
+    flipped: int
+    """Decisions in which today's router would have chosen another set of experts."""
+    missing: int
+    """Decisions left to today's router because their row is missing."""
+    flipped_by_layer: dict[int, int]
+    """The same by global MoE layer."""
+
+
+@dataclasses.dataclass
+class _Entry:
+    """Rows of one micro-batch for one router."""
+
+    rows: Tensor
+    known: Tensor
+    counted: Tensor
+    counted_total: int
+    missing_total: int
+    all_known: bool
+    label: str
+    recomputed: bool
+
+
+class RouterQueue:
+    """What stands in `router.router_replay` of one MoE layer."""
+
+    def __init__(self, layer: int, controller: ReplayController) -> None:
+        self.layer = layer
+        self._controller = controller
+        self.forward: deque[_Entry] = deque()
+        self.recompute: deque[_Entry] = deque()
+        self.decisions = self.missing = 0
+        self._flips: list[Tensor] = []
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Megatron-Core's hook: scores [tokens, experts] -> (scores of the chosen experts, their indices), [tokens, topk]."""
+        assert default_compute_topk is not None
+
+        def live() -> tuple[Tensor, Tensor]:
+            return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+
+        c = self._controller
+        if c.mode == "off":
+            return live()
+        entry, first = self._next(scores.shape[0])
+        indices = entry.rows.to(device=scores.device, dtype=torch.int64)
+        if indices.shape != (scores.shape[0], topk):
+            raise ReplayMismatch(
+                f"{entry.label}, MoE layer {self.layer}, rank {c.rank}: {list(indices.shape)} experts given for "
+                f"{scores.shape[0]} tokens with {topk} experts each"
+            )
+        own: Tensor | None = None
+        if first and c.count_flips:
+            with torch.no_grad():
+                own = live()[1]
+            self._account(entry, own, indices)
+        if c.mode == "observe":
+            return live()
+        if not entry.all_known:
+            own = live()[1] if own is None else own
+            indices = torch.where(entry.known.to(scores.device)[:, None], indices, own)
+        return scores.gather(1, indices), indices
+
+    def _next(self, tokens: int) -> tuple[_Entry, bool]:
+        """The rows for this call, and whether it is the micro-batch's first pass through the router."""
+        c = self._controller
+        again = c.recompute and torch.is_grad_enabled() and bool(self.recompute)
+        queue = self.recompute if again else self.forward
+        if not queue:
+            raise ReplayMismatch(
+                f"MoE layer {self.layer}, rank {c.rank}: the router was called for {tokens} tokens, but no rows are left for it"
+            )
+        entry = queue.popleft()
+        if not again and entry.recomputed:
+            self.recompute.append(entry)
+        return entry, not again
+
+    def _account(self, entry: _Entry, own: Tensor, given: Tensor) -> None:
+        counted = entry.counted.to(own.device)
+        differs = (own.sort(-1).values != given.sort(-1).values).any(-1)
+        known = entry.known.to(own.device)
+        self._flips.append((differs & known & counted).sum())
+        self.decisions += entry.counted_total
+        self.missing += entry.missing_total
+
+    def flips(self) -> int:
+        """Flipped decisions so far (one synchronisation with the device)."""
+        return int(torch.stack(self._flips).sum()) if self._flips else 0
+
+    def clear(self) -> None:
+        """Forget rows and counts."""
+        self.forward.clear()
+        self.recompute.clear()
+        self.decisions = self.missing = 0
+        self._flips = []
+
+
+class ReplayController:
+    """All routers of one trainer rank.
+
+    `routers` are pairs of (global MoE layer, Megatron router) for the layers that this rank owns; `moe_layers` is the
+    number of MoE layers of the whole model. `recompute` says that the routers run again in the backward pass.
+    """
+
+    def __init__(
+        self,
+        routers: Sequence[tuple[int, Any]],
+        *,
+        moe_layers: int,
+        num_experts: int,
+        experts_per_token: int,
+        recompute: bool,
+        rank: int = 0,
+        count_flips: bool = True,
+    ) -> None:
+        self.mode: Mode = "off"
+        self.recompute = recompute
+        self.rank = rank
+        self.count_flips = count_flips
+        self._moe_layers = moe_layers
+        self._num_experts = num_experts
+        self._top_k = experts_per_token
+        self._queues = [RouterQueue(layer, self) for layer, _ in routers]
+        for queue, (_, router) in zip(self._queues, routers, strict=True):
+            router.router_replay = queue
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Global numbers of this rank's MoE layers."""
+        return tuple(q.layer for q in self._queues)
+
+    def push(
+        self,
+        rows: Tensor,
+        known: Tensor,
+        owners: Sequence[Owner],
+        *,
+        backward: bool = True,
+        counted: Tensor | None = None,
+        allow_missing: bool = False,
+    ) -> None:
+        """Queue one micro-batch: integer rows [tokens, moe_layers, K] and known bool [tokens] of the tokens that this
+        rank routes, in the order in which its routers see them.
+
+        `backward` is False for a forward-only pass. `counted` bool [tokens] leaves padding out of the statistics.
+        Raises `ReplayMismatch` for rows that cannot be (shape, range, duplicates) or are missing without permission.
+        """
+        if rows.shape[1:] != (self._moe_layers, self._top_k):
+            raise ReplayMismatch(
+                f"rank {self.rank}: rows of {list(rows.shape[1:])} given, the model has {self._moe_layers} MoE layers "
+                f"with {self._top_k} experts a token"
+            )
+        if not allow_missing and not bool(known.all()):
+            token = int((~known).nonzero()[0])
+            owner = next((o.name for o in owners if o.start <= token < o.end), "?")
+            raise ReplayMismatch(
+                f"trajectory {owner}, rank {self.rank}: routing of token {token} is missing; set replay.allow_missing to route it live"
+            )
+        mine = rows[:, list(self.layers)] if len(self._queues) != self._moe_layers else rows
+        check_rows(mine, known, owners, num_experts=self._num_experts, layers=self.layers, rank=self.rank)
+        counted = torch.ones_like(known) if counted is None else counted
+        label = ", ".join(f"trajectory {o.name}" for o in owners[:3]) + (" and more" if len(owners) > 3 else "")
+        total, missing, all_known = int(counted.sum()), int((counted & ~known).sum()), bool(known.all())
+        again = self.recompute and backward
+        for i, queue in enumerate(self._queues):
+            queue.forward.append(_Entry(mine[:, i], known, counted, total, missing, all_known, label, again))
+
+    def finish(self) -> ReplayStats:
+        """End a pass: every row must have been used once forward, and once in recomputation where there is one.
+
+        Raises `ReplayMismatch` naming layer, rank and the first row left over; clears the queues either way.
+        """
+        try:
+            for q in self._queues:
+                for kind, left in (("forward", q.forward), ("recomputation", q.recompute)):
+                    if left:
+                        raise ReplayMismatch(
+                            f"MoE layer {q.layer}, rank {self.rank}: {len(left)} micro-batches of rows were never used in the "
+                            f"{kind} pass, the first for {left[0].label}"
+                        )
+            by_layer = {q.layer: q.flips() for q in self._queues}
+            return ReplayStats(
+                decisions=sum(q.decisions for q in self._queues),
+                flipped=sum(by_layer.values()),
+                missing=sum(q.missing for q in self._queues),
+                flipped_by_layer=by_layer,
+            )
+        finally:
+            for q in self._queues:
+                q.clear()

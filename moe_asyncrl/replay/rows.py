@@ -1,0 +1,127 @@
+"""Routing rows of trajectories -> rows of a micro-batch on one rank. Pure functions.
+
+Row i of a trajectory is the routing of its input token i, so T tokens have T - 1 rows: the trainer feeds tokens
+[0, T-1) and reads the log-probability of token i + 1 at position i.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_asyncrl.data.trajectory import RoutingRun
+
+
+class ReplayMismatch(Exception):
+    """A row does not fit its token, or was not used exactly once. Names trajectory, layer and rank."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+    """Tokens [start, end) of a micro-batch belong to one trajectory (or to padding)."""
+
+    name: str
+    start: int
+    end: int
+
+
+def padding_rows(tokens: int, layers: int, top_k: int, num_experts: int) -> Tensor:
+    """Rows for padding tokens: int64 [tokens, layers, top_k], distinct experts in each row, spread evenly over experts.
+
+    Raises ValueError if a token would need more experts than there are.
+    """
+    if top_k > num_experts:
+        raise ValueError(f"{top_k} experts per token out of {num_experts}")
+    first = torch.arange(tokens).mul(top_k)[:, None, None]
+    rows = (first + torch.arange(top_k)[None, None, :]) % num_experts
+    return rows.expand(tokens, layers, top_k).contiguous()
+
+
+def check_rows(
+    rows: Tensor, known: Tensor, owners: Sequence[Owner], *, num_experts: int, layers: Sequence[int], rank: int
+) -> None:
+    """Raise `ReplayMismatch` for an expert out of range or twice in a row.
+
+    `rows` int [tokens, L, K], `known` bool [tokens]; rows that are not known are not looked at. `layers` are the global
+    numbers of the L MoE layers, for the message.
+    """
+    if rows.ndim != 3 or rows.shape[0] != known.shape[0] or rows.shape[1] != len(layers):
+        raise ReplayMismatch(
+            f"rank {rank}: replay rows have the shape {list(rows.shape)} for {known.shape[0]} tokens and {len(layers)} MoE layers"
+        )
+    values = rows.to(torch.int64)
+    outside = (values < 0) | (values >= num_experts)
+    ordered = values.sort(dim=-1).values
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+    bad = (outside.any(-1) | twice) & known[:, None]
+    if not bool(bad.any()):
+        return
+    token, layer = (int(i) for i in bad.nonzero()[0])
+    what = "an expert twice" if bool(twice[token, layer]) else f"an expert outside [0, {num_experts})"
+    raise ReplayMismatch(
+        f"{name_of(owners, token)}, MoE layer {layers[layer]}, rank {rank}: row has {what}: {values[token, layer].tolist()}"
+    )
+
+
+def name_of(owners: Sequence[Owner], token: int) -> str:
+    """`trajectory X, row i` for a token of a micro-batch."""
+    for o in owners:
+        if o.start <= token < o.end:
+            return f"trajectory {o.name}, row {token - o.start}"
+    return f"token {token} of the micro-batch"
+
+
+def sequence_parallel_slice(tokens: int, tp_rank: int, tp: int) -> slice:
+    """Tokens that one tensor-parallel rank routes under sequence parallelism: a contiguous part of the packed tokens.
+
+    Raises ValueError unless `tp` divides `tokens`.
+    """
+    if tokens % tp:
+        raise ValueError(f"{tokens} packed tokens are not divisible by tensor parallelism {tp}")
+    part = tokens // tp
+    return slice(tp_rank * part, (tp_rank + 1) * part)
+
+
+@dataclasses.dataclass(frozen=True)
+class Coverage:
+    """Router rows of a trajectory: how many are known, and how many were routed by the weights that sampled their token."""
+
+    rows: int
+    known: int
+    same_version: int
+
+    def __add__(self, other: Coverage) -> Coverage:
+        return Coverage(self.rows + other.rows, self.known + other.known, self.same_version + other.same_version)
+
+
+def coverage(runs: Sequence[RoutingRun], loss_mask: np.ndarray, weight_version: np.ndarray) -> Coverage:
+    """Count rows of one trajectory. `loss_mask` bool [T], `weight_version` int32 [T].
+
+    Row i decides how token i + 1 was predicted; where the policy sampled that token, the row has the same version if
+    the weights that routed it are the weights that sampled it. A row of the prompt before the first sampled token is
+    compared with the first sampled token's version.
+    """
+    rows = len(loss_mask) - 1
+    source = np.zeros(rows, dtype=bool)
+    version = np.full(rows, -1, dtype=np.int64)
+    for run in runs:
+        source[run.start : run.end] = run.source != "missing"
+        version[run.start : run.end] = run.version
+    token_version = _next_sampled_version(loss_mask, weight_version)[1:]
+    return Coverage(rows, int(source.sum()), int((source & (version == token_version)).sum()))
+
+
+def _next_sampled_version(loss_mask: np.ndarray, weight_version: np.ndarray) -> np.ndarray:
+    """For each token the version of the next sampled token at or after it (of the last one, behind the last)."""
+    n = len(loss_mask)
+    at = np.where(loss_mask, np.arange(n), n)
+    following = np.minimum.accumulate(at[::-1])[::-1]
+    sampled = np.flatnonzero(loss_mask)
+    if sampled.size == 0:
+        return np.full(n, -1, dtype=np.int64)
+    following = np.where(following == n, sampled[-1], following)
+    return weight_version[following].astype(np.int64)
