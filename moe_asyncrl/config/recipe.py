@@ -1,6 +1,6 @@
 """The recipe: one YAML file, typed. Every field has a unit, a default, a bound and one sentence.
 
-The sentence is the `description` of the field's `Meta`; `moe-asyncrl config schema` prints them all.
+The sentence stands under the field; `moe-asyncrl config schema` prints them all.
 """
 
 from __future__ import annotations
@@ -18,167 +18,258 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Run(Section, frozen=True, kw_only=True):
     """The run as a whole."""
 
-    name: Annotated[str, Meta(min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run; part of its folder's name.")] = "run"
-    folder: Annotated[str, Meta(min_length=1, description="Folder that holds the run folders; relative to the working directory.")] = "runs"
-    seed: Annotated[int, Meta(ge=0, le=2**31 - 1, description="Seed of prompt order, initialisation and sampling.")] = 0
-    steps: Annotated[int, Meta(ge=1, description="Optimizer steps of reinforcement learning (or of supervised learning, by `algorithm.objective`).")] = 100
-    resume: Annotated[bool, Meta(description="Go on from the newest complete checkpoint of the run folder, if it has one.")] = False
+    name: Annotated[str, Meta(min_length=1, pattern=r"^[A-Za-z0-9._-]+$")] = "run"
+    """Name of the run; part of its folder's name."""
+    folder: Annotated[str, Meta(min_length=1)] = "runs"
+    """Folder that holds the run folders; relative to the working directory."""
+    seed: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    """Seed of prompt order, initialisation and sampling."""
+    steps: Annotated[int, Meta(ge=1)] = 100
+    """Optimizer steps of reinforcement learning (or of supervised learning, by `algorithm.objective`)."""
+    resume: bool = False
+    """Go on from the newest complete checkpoint of the run folder, if it has one."""
 
 
 class Model(Section, frozen=True, kw_only=True):
     """The policy."""
 
-    path: Annotated[str, Meta(min_length=1, description="HF directory: config.json, safetensors, tokenizer.")]
-    dtype: Annotated[Literal["float32", "bfloat16"], Meta(description="Element type of the trainer's forward pass.")] = "float32"
-    max_context: Annotated[int, Meta(ge=8, le=2**22, description="Longest trajectory, prompt included, in tokens.")] = 1024
+    path: Annotated[str, Meta(min_length=1)]
+    """HF directory: config.json, safetensors, tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type of the trainer's forward pass."""
+    max_context: Annotated[int, Meta(ge=8, le=2**22)] = 1024
+    """Longest trajectory, prompt included, in tokens."""
 
 
 class Data(Section, frozen=True, kw_only=True):
     """Prompts."""
 
-    train: Annotated[str, Meta(min_length=1, description="JSONL file: `prompt` (text) or `messages` (chat), `answer`, any metadata.")]
-    eval: Annotated[str | None, Meta(description="JSONL file of held-out prompts; no evaluation without it.")] = None
-    shuffle: Annotated[bool, Meta(description="Shuffle the training prompts anew each epoch, by the run's seed.")] = True
-    chat: Annotated[Literal["auto", "never"], Meta(description="`auto` renders `messages` with the tokenizer's chat template; `prompt` is never wrapped.")] = "auto"
+    train: Annotated[str, Meta(min_length=1)]
+    """JSONL file: `prompt` (text) or `messages` (chat), `answer`, any metadata."""
+    eval: str | None = None
+    """JSONL file of held-out prompts; no evaluation without it."""
+    shuffle: bool = True
+    """Shuffle the training prompts anew each epoch, by the run's seed."""
+    chat: Literal["auto", "never"] = "auto"
+    """`auto` renders `messages` with the tokenizer's chat template; `prompt` is never wrapped."""
 
 
 class Rollout(Section, frozen=True, kw_only=True):
     """Sampling."""
 
-    groups_per_step: Annotated[int, Meta(ge=1, description="Prompt groups in one training batch.")] = 32
-    group_size: Annotated[int, Meta(ge=1, le=4096, description="Samples for each prompt.")] = 8
-    max_new_tokens: Annotated[int, Meta(ge=1, le=2**20, description="Longest answer, in tokens.")] = 256
-    max_new_tokens_field: Annotated[str | None, Meta(description="Metadata field of a prompt that sets its own longest answer, in tokens.")] = None
-    ignore_eos: Annotated[bool, Meta(description="Sample until the longest answer is reached, whatever the model says (for measurements).")] = False
-    temperature: Annotated[float, Meta(gt=0, le=10, description="Sampling temperature; must be above 0, as training divides by it.")] = 1.0
-    top_k: Annotated[int, Meta(ge=0, description="Keep the k likeliest tokens; 0 keeps all.")] = 0
-    top_p: Annotated[float, Meta(gt=0, le=1, description="Keep the likeliest tokens up to this probability; 1 keeps all.")] = 1.0
-    min_p: Annotated[float, Meta(ge=0, le=1, description="Keep tokens above this fraction of the likeliest one's probability; 0 keeps all.")] = 0.0
-    concurrent_groups: Annotated[int, Meta(ge=1, description="Groups that one rollout worker has under way at once.")] = 64
-    groups_per_request: Annotated[int, Meta(ge=1, description="Groups sent to an engine in one list.")] = 8
-    filter_uniform: Annotated[bool, Meta(description="Drop groups whose rewards are all equal: they have no gradient.")] = False
+    groups_per_step: Annotated[int, Meta(ge=1)] = 32
+    """Prompt groups in one training batch."""
+    group_size: Annotated[int, Meta(ge=1, le=4096)] = 8
+    """Samples for each prompt."""
+    max_new_tokens: Annotated[int, Meta(ge=1, le=2**20)] = 256
+    """Longest answer, in tokens."""
+    max_new_tokens_field: str | None = None
+    """Metadata field of a prompt that sets its own longest answer, in tokens."""
+    ignore_eos: bool = False
+    """Sample until the longest answer is reached, whatever the model says (for measurements)."""
+    temperature: Annotated[float, Meta(gt=0, le=10)] = 1.0
+    """Sampling temperature; must be above 0, as training divides by it."""
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Keep the likeliest tokens up to this probability; 1 keeps all."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Keep tokens above this fraction of the likeliest one's probability; 0 keeps all."""
+    concurrent_groups: Annotated[int, Meta(ge=1)] = 64
+    """Groups that one rollout worker has under way at once."""
+    groups_per_request: Annotated[int, Meta(ge=1)] = 8
+    """Groups sent to an engine in one list."""
+    filter_uniform: bool = False
+    """Drop groups whose rewards are all equal: they have no gradient."""
 
 
 class Reward(Section, frozen=True, kw_only=True):
     """Scoring."""
 
-    function: Annotated[str, Meta(min_length=1, description="`exact`, `numeric`, or `module:function` of your own (sync or async).")] = "exact"
-    timeout_s: Annotated[float, Meta(gt=0, description="Longest time for one completion, in seconds; then it counts as failed, not as 0.")] = 10.0
-    workers: Annotated[int, Meta(ge=1, le=256, description="Processes that run your function.")] = 1
-    max_consecutive_failures: Annotated[int, Meta(ge=1, description="Stop the run when this many completions in a row could not be scored.")] = 256
+    function: Annotated[str, Meta(min_length=1)] = "exact"
+    """`exact`, `numeric`, or `module:function` of your own (sync or async)."""
+    timeout_s: Annotated[float, Meta(gt=0)] = 10.0
+    """Longest time for one completion, in seconds; then it counts as failed, not as 0."""
+    workers: Annotated[int, Meta(ge=1, le=256)] = 1
+    """Processes that run your function."""
+    max_consecutive_failures: Annotated[int, Meta(ge=1)] = 256
+    """Stop the run when this many completions in a row could not be scored."""
 
 
 class Engine(Section, frozen=True, kw_only=True):
     """SGLang servers."""
 
-    count: Annotated[int, Meta(ge=1, le=4096, description="Number of servers.")] = 1
-    tp: Annotated[int, Meta(ge=1, description="Tensor parallelism of one server, in ranks.")] = 1
-    ep: Annotated[int, Meta(ge=1, description="Expert parallelism of one server, in ranks; divides `tp`.")] = 1
-    dtype: Annotated[Literal["float32", "bfloat16"], Meta(description="Element type of the servers' weights and of the weights sent to them.")] = "bfloat16"
-    python: Annotated[str | None, Meta(description="Python interpreter of the servers, if SGLang lives in another environment.")] = None
-    host: Annotated[str, Meta(min_length=1, description="Address that the servers listen on.")] = "127.0.0.1"
-    base_port: Annotated[int, Meta(ge=0, le=65000, description="Port of the first server, the next ones follow; 0 lets the system choose.")] = 0
-    max_running_requests: Annotated[int, Meta(ge=1, description="Sequences that one server runs at once.")] = 256
-    max_total_tokens: Annotated[Annotated[int, Meta(ge=64)] | None, Meta(description="Tokens in one server's KV cache; the server decides if not given (on CPU: 65,536).")] = None
-    start_timeout_s: Annotated[float, Meta(gt=0, description="Longest start of a server, in seconds.")] = 300.0
-    request_timeout_s: Annotated[float, Meta(gt=0, description="Longest time for one generation request, in seconds.")] = 600.0
-    restarts: Annotated[int, Meta(ge=0, description="Times that a server that died is started again.")] = 2
-    extra_args: Annotated[tuple[str, ...], Meta(description="Further arguments for `sglang.launch_server`.")] = ()
+    count: Annotated[int, Meta(ge=1, le=4096)] = 1
+    """Number of servers."""
+    tp: Annotated[int, Meta(ge=1)] = 1
+    """Tensor parallelism of one server, in ranks."""
+    ep: Annotated[int, Meta(ge=1)] = 1
+    """Expert parallelism of one server, in ranks; divides `tp`."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Element type of the servers' weights and of the weights sent to them."""
+    python: str | None = None
+    """Python interpreter of the servers, if SGLang lives in another environment."""
+    host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
+    """Address that the servers listen on."""
+    base_port: Annotated[int, Meta(ge=0, le=65000)] = 0
+    """Port of the first server, the next ones follow; 0 lets the system choose."""
+    max_running_requests: Annotated[int, Meta(ge=1)] = 256
+    """Sequences that one server runs at once."""
+    max_total_tokens: Annotated[int, Meta(ge=64)] | None = None
+    """Tokens in one server's KV cache; the server decides if not given (on CPU: 65,536)."""
+    start_timeout_s: Annotated[float, Meta(gt=0)] = 300.0
+    """Longest start of a server, in seconds."""
+    request_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    """Longest time for one generation request, in seconds."""
+    restarts: Annotated[int, Meta(ge=0)] = 2
+    """Times that a server that died is started again."""
+    extra_args: tuple[str, ...] = ()
+    """Further arguments for `sglang.launch_server`."""
 
 
 class Trainer(Section, frozen=True, kw_only=True):
     """Megatron-Core."""
 
-    tp: Annotated[int, Meta(ge=1, description="Tensor parallelism, in ranks.")] = 1
-    pp: Annotated[int, Meta(ge=1, description="Pipeline parallelism, in stages.")] = 1
-    vpp: Annotated[Annotated[int, Meta(ge=2)] | None, Meta(description="Virtual pipeline chunks for each stage.")] = None
-    cp: Annotated[int, Meta(ge=1, description="Context parallelism, in ranks.")] = 1
-    ep: Annotated[int, Meta(ge=1, description="Expert parallelism, in ranks.")] = 1
-    etp: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="Tensor parallelism inside experts, in ranks; as `tp` if not given.")] = None
-    dp: Annotated[int, Meta(ge=1, description="Data parallelism, in replicas of the dense part; experts are spread over it.")] = 1
-    micro_batch_tokens: Annotated[int, Meta(ge=8, description="Longest packed micro-batch on one rank, in tokens.")] = 8192
-    recompute: Annotated[Literal["off", "selective", "full"], Meta(description="What of the forward pass is computed again in the backward pass.")] = "off"
-    threads: Annotated[int, Meta(ge=1, description="CPU threads of one trainer rank.")] = 1
-    timeout_s: Annotated[float, Meta(gt=0, description="Longest collective between trainer ranks, in seconds.")] = 600.0
+    tp: Annotated[int, Meta(ge=1)] = 1
+    """Tensor parallelism, in ranks."""
+    pp: Annotated[int, Meta(ge=1)] = 1
+    """Pipeline parallelism, in stages."""
+    vpp: Annotated[int, Meta(ge=2)] | None = None
+    """Virtual pipeline chunks for each stage."""
+    cp: Annotated[int, Meta(ge=1)] = 1
+    """Context parallelism, in ranks."""
+    ep: Annotated[int, Meta(ge=1)] = 1
+    """Expert parallelism, in ranks."""
+    etp: Annotated[int, Meta(ge=1)] | None = None
+    """Tensor parallelism inside experts, in ranks; as `tp` if not given."""
+    dp: Annotated[int, Meta(ge=1)] = 1
+    """Data parallelism, in replicas of the dense part; experts are spread over it."""
+    micro_batch_tokens: Annotated[int, Meta(ge=8)] = 8192
+    """Longest packed micro-batch on one rank, in tokens."""
+    recompute: Literal["off", "selective", "full"] = "off"
+    """What of the forward pass is computed again in the backward pass."""
+    threads: Annotated[int, Meta(ge=1)] = 1
+    """CPU threads of one trainer rank."""
+    timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    """Longest collective between trainer ranks, in seconds."""
 
 
 class Optimizer(Section, frozen=True, kw_only=True):
     """AdamW."""
 
-    lr: Annotated[float, Meta(gt=0, le=1, description="Peak learning rate.")] = 1e-6
-    beta1: Annotated[float, Meta(ge=0, lt=1, description="Decay of the first moment.")] = 0.9
-    beta2: Annotated[float, Meta(ge=0, lt=1, description="Decay of the second moment.")] = 0.95
-    eps: Annotated[float, Meta(gt=0, description="Added to the root of the second moment.")] = 1e-8
-    weight_decay: Annotated[float, Meta(ge=0, description="Decoupled weight decay.")] = 0.0
-    clip_grad: Annotated[float, Meta(ge=0, description="Largest gradient norm; 0 does not clip.")] = 1.0
-    schedule: Annotated[Literal["constant", "linear", "cosine"], Meta(description="Learning rate after the warm-up.")] = "constant"
-    warmup_steps: Annotated[int, Meta(ge=0, description="Steps of linear warm-up from 0.")] = 0
-    min_lr_ratio: Annotated[float, Meta(ge=0, le=1, description="Last learning rate over the peak.")] = 0.0
+    lr: Annotated[float, Meta(gt=0, le=1)] = 1e-6
+    """Peak learning rate."""
+    beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
+    """Decay of the second moment."""
+    eps: Annotated[float, Meta(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    """Decoupled weight decay."""
+    clip_grad: Annotated[float, Meta(ge=0)] = 1.0
+    """Largest gradient norm; 0 does not clip."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up."""
+    warmup_steps: Annotated[int, Meta(ge=0)] = 0
+    """Steps of linear warm-up from 0."""
+    min_lr_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Last learning rate over the peak."""
 
 
 class Algorithm(Section, frozen=True, kw_only=True):
     """The objective."""
 
-    objective: Annotated[Literal["grpo", "sft"], Meta(description="`grpo`: group-relative policy optimisation; `sft`: supervised learning on `answer`.")] = "grpo"
-    clip_low: Annotated[float, Meta(ge=0, lt=1, description="The ratio is clipped below 1 - clip_low.")] = 0.2
-    clip_high: Annotated[float, Meta(ge=0, description="The ratio is clipped above 1 + clip_high.")] = 0.28
-    importance_cap: Annotated[float, Meta(ge=0, description="Cap of the truncated importance weight against the sampler; 0 turns the correction off.")] = 2.0
-    normalize_std: Annotated[bool, Meta(description="Divide advantages by the group's standard deviation.")] = True
-    aggregation: Annotated[Literal["token_mean", "sequence_mean"], Meta(description="Mean over all sampled tokens, or mean over sequences of their token means.")] = "token_mean"
-    updates_per_batch: Annotated[int, Meta(ge=1, le=64, description="Optimizer updates that one batch is split into.")] = 1
+    objective: Literal["grpo", "sft"] = "grpo"
+    """`grpo`: group-relative policy optimisation; `sft`: supervised learning on `answer`."""
+    clip_low: Annotated[float, Meta(ge=0, lt=1)] = 0.2
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: Annotated[float, Meta(ge=0)] = 0.28
+    """The ratio is clipped above 1 + clip_high."""
+    importance_cap: Annotated[float, Meta(ge=0)] = 2.0
+    """Cap of the truncated importance weight against the sampler; 0 turns the correction off."""
+    normalize_std: bool = True
+    """Divide advantages by the group's standard deviation."""
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Mean over all sampled tokens, or mean over sequences of their token means."""
+    updates_per_batch: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Optimizer updates that one batch is split into."""
 
 
 class Warmup(Section, frozen=True, kw_only=True):
     """Supervised steps before reinforcement learning starts."""
 
-    steps: Annotated[int, Meta(ge=0, description="Supervised optimizer steps; 0 for none.")] = 0
-    data: Annotated[str | None, Meta(description="JSONL file with `prompt` or `messages`, and `answer`; the training file if not given.")] = None
-    batch_size: Annotated[int, Meta(ge=1, description="Examples in one step.")] = 128
-    lr: Annotated[float, Meta(gt=0, le=1, description="Peak learning rate of these steps.")] = 1e-3
+    steps: Annotated[int, Meta(ge=0)] = 0
+    """Supervised optimizer steps; 0 for none."""
+    data: str | None = None
+    """JSONL file with `prompt` or `messages`, and `answer`; the training file if not given."""
+    batch_size: Annotated[int, Meta(ge=1)] = 128
+    """Examples in one step."""
+    lr: Annotated[float, Meta(gt=0, le=1)] = 1e-3
+    """Peak learning rate of these steps."""
 
 
 class Weights(Section, frozen=True, kw_only=True):
     """Weight updates from trainer to engines."""
 
-    backend: Annotated[Literal["auto", "nccl", "gloo"], Meta(description="Transport; `auto` takes NCCL where both sides have it.")] = "auto"
-    interrupt: Annotated[Literal["in_flight"], Meta(description="What happens to running requests: `in_flight` pauses them in place and goes on with new weights.")] = "in_flight"
-    every: Annotated[int, Meta(ge=1, description="Trainer steps between updates.")] = 1
-    bucket_mib: Annotated[int, Meta(ge=1, le=16384, description="Size of a bucket, in MiB.")] = 64
-    host: Annotated[str, Meta(min_length=1, description="Address of the trainer's rank 0 that engines connect to.")] = "127.0.0.1"
-    timeout_s: Annotated[float, Meta(gt=0, description="Longest single step of an update, in seconds.")] = 120.0
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """Transport; `auto` takes NCCL where both sides have it."""
+    interrupt: Literal["in_flight"] = "in_flight"
+    """What happens to running requests: `in_flight` pauses them in place and goes on with new weights."""
+    every: Annotated[int, Meta(ge=1)] = 1
+    """Trainer steps between updates."""
+    bucket_mib: Annotated[int, Meta(ge=1, le=16384)] = 64
+    """Size of a bucket, in MiB."""
+    host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
+    """Address of the trainer's rank 0 that engines connect to."""
+    timeout_s: Annotated[float, Meta(gt=0)] = 120.0
+    """Longest single step of an update, in seconds."""
 
 
 class Buffer(Section, frozen=True, kw_only=True):
     """The bounded queue between rollout and training."""
 
-    capacity_groups: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="Most groups held; what the staleness bound allows if not given.")] = None
-    max_staleness: Annotated[int, Meta(ge=0, description="Most versions between a trajectory's oldest token and the weights that train on it.")] = 2
-    max_attempts: Annotated[int, Meta(ge=1, description="Times that a prompt is sampled anew after its group failed or went stale.")] = 2
-    wait_s: Annotated[float, Meta(gt=0, description="Longest wait of the trainer for a batch, in seconds.")] = 900.0
+    capacity_groups: Annotated[int, Meta(ge=1)] | None = None
+    """Most groups held; what the staleness bound allows if not given."""
+    max_staleness: Annotated[int, Meta(ge=0)] = 2
+    """Most versions between a trajectory's oldest token and the weights that train on it."""
+    max_attempts: Annotated[int, Meta(ge=1)] = 2
+    """Times that a prompt is sampled anew after its group failed or went stale."""
+    wait_s: Annotated[float, Meta(gt=0)] = 900.0
+    """Longest wait of the trainer for a batch, in seconds."""
 
 
 class Replay(Section, frozen=True, kw_only=True):
     """Routing replay."""
 
-    mode: Annotated[Literal["r3", "off"], Meta(description="`r3`: the sampler's experts drive the trainer; `off`: the trainer routes for itself.")] = "r3"
-    allow_missing: Annotated[bool, Meta(description="Route rows that the sampler did not report live, instead of stopping.")] = False
-    probe_every: Annotated[int, Meta(ge=0, description="Steps between measurements of the trainer-sampler KL with and without replay; 0 for none.")] = 10
-    probe_prompts: Annotated[int, Meta(ge=1, description="Prompts in that measurement.")] = 16
+    mode: Literal["r3", "off"] = "r3"
+    """`r3`: the sampler's experts drive the trainer; `off`: the trainer routes for itself."""
+    allow_missing: bool = False
+    """Route rows that the sampler did not report live, instead of stopping."""
+    probe_every: Annotated[int, Meta(ge=0)] = 10
+    """Steps between measurements of the trainer-sampler KL with and without replay; 0 for none."""
+    probe_prompts: Annotated[int, Meta(ge=1)] = 16
+    """Prompts in that measurement."""
 
 
 class Checkpoint(Section, frozen=True, kw_only=True):
     """The trainer's checkpoints."""
 
-    every: Annotated[int, Meta(ge=0, description="Steps between checkpoints; 0 writes only the last one.")] = 0
-    keep: Annotated[int, Meta(ge=1, description="Complete checkpoints kept.")] = 2
+    every: Annotated[int, Meta(ge=0)] = 0
+    """Steps between checkpoints; 0 writes only the last one."""
+    keep: Annotated[int, Meta(ge=1)] = 2
+    """Complete checkpoints kept."""
 
 
 class Eval(Section, frozen=True, kw_only=True):
     """Evaluation on held-out prompts, greedy."""
 
-    every: Annotated[int, Meta(ge=0, description="Steps between evaluations; 0 evaluates before and after only.")] = 20
-    max_prompts: Annotated[int, Meta(ge=1, description="Prompts evaluated, from the start of the file.")] = 200
-    max_new_tokens: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="Longest answer, in tokens; as in training if not given.")] = None
+    every: Annotated[int, Meta(ge=0)] = 20
+    """Steps between evaluations; 0 evaluates before and after only."""
+    max_prompts: Annotated[int, Meta(ge=1)] = 200
+    """Prompts evaluated, from the start of the file."""
+    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """Longest answer, in tokens; as in training if not given."""
 
 
 class Recipe(Section, frozen=True, kw_only=True):

@@ -1,10 +1,10 @@
 """Replay: routers take the experts that they are given, and every row is used exactly once in each pass.
 
-Megatron-Core's router asks the object in `router.router_replay` for its top-k (`get_replay_topk`). Upstream's own object
-holds one target at a time and needs its action switched between forward and recomputation, which a pipeline schedule
-never does. Ours is a pair of queues for each router: the forward pass takes from the first; if the layer is recomputed,
-the row moves to the second, and the recomputation takes it from there. Recomputation runs with gradients enabled, the
-checkpointed forward pass without, so no schedule has to tell us which of the two it is.
+Megatron-Core's router asks the object in `router.router_replay` for its top-k (`get_replay_topk`). Upstream's own
+object holds one target at a time and needs its action switched between forward and recomputation, which a pipeline
+schedule never does. Ours is a pair of queues for each router: the forward pass takes from the first; if the layer is
+recomputed, the row moves to the second, and the recomputation takes it from there. Recomputation runs with gradients
+enabled, the checkpointed forward pass without, so no schedule has to tell us which of the two it is.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RouterQueue:
         group_topk: int | None = None,
         default_compute_topk: TopK | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Megatron-Core's hook: scores [tokens, experts] -> (scores of the chosen experts, their indices), [tokens, topk]."""
+        """Megatron-Core's hook: scores [tokens, experts] -> scores and indices of the chosen, [tokens, topk]."""
         assert default_compute_topk is not None
 
         def live() -> tuple[Tensor, Tensor]:
@@ -100,11 +100,12 @@ class RouterQueue:
     def _next(self, tokens: int) -> tuple[_Entry, bool]:
         """The rows for this call, and whether it is the micro-batch's first pass through the router."""
         c = self._controller
-        again = c.recompute and torch.is_grad_enabled() and bool(self.recompute)
+        again = c.recompute and torch.is_grad_enabled()
         queue = self.recompute if again else self.forward
         if not queue:
             raise ReplayMismatch(
-                f"MoE layer {self.layer}, rank {c.rank}: the router was called for {tokens} tokens, but no rows are left for it"
+                f"MoE layer {self.layer}, rank {c.rank}: the router was called for {tokens} tokens in the "
+                f"{'recomputation' if again else 'forward pass'}, but no rows are left for it"
             )
         entry = queue.popleft()
         if not again and entry.recomputed:
@@ -190,7 +191,8 @@ class ReplayController:
             token = int((~known).nonzero()[0])
             owner = next((o.name for o in owners if o.start <= token < o.end), "?")
             raise ReplayMismatch(
-                f"trajectory {owner}, rank {self.rank}: routing of token {token} is missing; set replay.allow_missing to route it live"
+                f"trajectory {owner}, rank {self.rank}: routing of token {token} of the micro-batch is missing; "
+                "set replay.allow_missing to route it live"
             )
         mine = rows[:, list(self.layers)] if len(self._queues) != self._moe_layers else rows
         check_rows(mine, known, owners, num_experts=self._num_experts, layers=self.layers, rank=self.rank)
@@ -211,8 +213,8 @@ class ReplayController:
                 for kind, left in (("forward", q.forward), ("recomputation", q.recompute)):
                     if left:
                         raise ReplayMismatch(
-                            f"MoE layer {q.layer}, rank {self.rank}: {len(left)} micro-batches of rows were never used in the "
-                            f"{kind} pass, the first for {left[0].label}"
+                            f"MoE layer {q.layer}, rank {self.rank}: rows of {len(left)} micro-batches were never used "
+                            f"in the {kind} pass, the first for {left[0].label}"
                         )
             by_layer = {q.layer: q.flips() for q in self._queues}
             return ReplayStats(

@@ -51,7 +51,8 @@ def check_rows(
     """
     if rows.ndim != 3 or rows.shape[0] != known.shape[0] or rows.shape[1] != len(layers):
         raise ReplayMismatch(
-            f"rank {rank}: replay rows have the shape {list(rows.shape)} for {known.shape[0]} tokens and {len(layers)} MoE layers"
+            f"rank {rank}: replay rows have the shape {list(rows.shape)} for {known.shape[0]} tokens and "
+            f"{len(layers)} MoE layers"
         )
     values = rows.to(torch.int64)
     outside = (values < 0) | (values >= num_experts)
@@ -63,7 +64,8 @@ def check_rows(
     token, layer = (int(i) for i in bad.nonzero()[0])
     what = "an expert twice" if bool(twice[token, layer]) else f"an expert outside [0, {num_experts})"
     raise ReplayMismatch(
-        f"{name_of(owners, token)}, MoE layer {layers[layer]}, rank {rank}: row has {what}: {values[token, layer].tolist()}"
+        f"{name_of(owners, token)}, MoE layer {layers[layer]}, rank {rank}: row has {what}: "
+        f"{values[token, layer].tolist()}"
     )
 
 
@@ -88,7 +90,7 @@ def sequence_parallel_slice(tokens: int, tp_rank: int, tp: int) -> slice:
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """Router rows of a trajectory: how many are known, and how many were routed by the weights that sampled their token."""
+    """Router rows: how many are known, and how many were routed by the weights that sampled their token."""
 
     rows: int
     known: int

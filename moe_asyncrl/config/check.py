@@ -1,0 +1,46 @@
+"""What a recipe must satisfy beyond the bounds of single fields. Pure."""
+
+from __future__ import annotations
+
+from moe_asyncrl.config.recipe import Recipe
+
+
+def check(r: Recipe) -> tuple[str, str] | None:
+    """The first contradiction as (field, what is wrong and what to do), or None."""
+    t = r.trainer
+    if r.engine.tp % r.engine.ep:
+        return "engine.ep", f"must divide engine.tp ({r.engine.tp}), found {r.engine.ep}"
+    etp = t.etp if t.etp is not None else t.tp
+    if (t.tp * t.cp * t.dp) % (t.ep * etp):
+        return (
+            "trainer.ep",
+            f"ep x etp ({t.ep} x {etp}) must divide tp x cp x dp ({t.tp} x {t.cp} x {t.dp}); "
+            "raise trainer.dp or lower trainer.ep",
+        )
+    if t.vpp is not None and t.pp == 1:
+        return "trainer.vpp", "needs trainer.pp of at least 2"
+    if r.rollout.max_new_tokens >= r.model.max_context:
+        return (
+            "rollout.max_new_tokens",
+            f"{r.rollout.max_new_tokens} leaves no room for a prompt in model.max_context {r.model.max_context}",
+        )
+    if r.rollout.min_p > 0 or r.rollout.top_p < 1 or r.rollout.top_k > 0:
+        return (
+            "rollout",
+            "truncated sampling (top_k, top_p, min_p) cannot be trained on yet: the trainer would renormalise over "
+            "another vocabulary than the sampler; set top_k 0, top_p 1, min_p 0",
+        )
+    if r.algorithm.objective == "grpo" and r.rollout.group_size < 2:
+        return "rollout.group_size", "group-relative advantages need at least 2 samples for each prompt"
+    if r.algorithm.updates_per_batch > r.rollout.groups_per_step:
+        return "algorithm.updates_per_batch", f"more updates than groups in a batch ({r.rollout.groups_per_step})"
+    capacity = r.buffer.capacity_groups
+    if capacity is not None and capacity < r.rollout.groups_per_step:
+        return "buffer.capacity_groups", f"less than one batch (rollout.groups_per_step {r.rollout.groups_per_step})"
+    if r.weights.every > r.buffer.max_staleness + 1:
+        return (
+            "weights.every",
+            f"with buffer.max_staleness {r.buffer.max_staleness} the trainer would starve; "
+            f"at most {r.buffer.max_staleness + 1}",
+        )
+    return None
