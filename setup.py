@@ -13,7 +13,7 @@ def version() -> str:
     text = (ROOT / "moe_asyncrl" / "__init__.py").read_text()
     match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     if match is None:
-        raise RuntimeError("moe_asyncrl/__init__.py has no line __version__ = \"...\"")
+        raise RuntimeError('moe_asyncrl/__init__.py has no line __version__ = "..."')
     return match.group(1)
 
 
@@ -29,8 +29,8 @@ CORE = [
     "xxhash>=3.4,<5",
 ]
 
-# One machine without a GPU. SGLang and xgrammar are missing on purpose: their wheels declare CUDA packages, so they are installed
-# with --no-deps (requirements/cpu-nodeps.txt), and what they import on the CPU path is listed here instead.
+# One machine without a GPU. SGLang and xgrammar are missing on purpose: their wheels declare CUDA packages, so they are
+# installed with --no-deps (requirements/cpu-nodeps.txt), and what they import on the CPU path is listed here instead.
 SGLANG_ON_CPU = [
     "apache-tvm-ffi>=0.1.11,<0.2",
     "compressed-tensors>=0.18,<0.19",

@@ -1,7 +1,8 @@
 """Resolve requirements/*.in into the exact locks beside them.
 
-`make lock` runs this. Each lock names every package of the closure with one exact version and nothing else: no hash, because torch
-has a CPU build and a CUDA build of the same version and the user chooses; no index, because the user's pip configuration has one.
+`make lock` runs this. Each lock names every package of the closure with one exact version and nothing else: no hash,
+because torch has a CPU build and a CUDA build of one version and the user chooses; no index, because the user's pip
+configuration has one.
 """
 
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
 HEADER = "# Made by `make lock` from requirements/{source}. Do not edit: change the .in file and lock again.\n"
-# What only torch's CUDA build pulls in. It follows from the torch build that the user picks, so it is not part of the lock.
+# What only torch's CUDA build pulls in. It follows from the build that the user picks, so it is not part of the lock.
 CUDA_ONLY = re.compile(r"^(nvidia-(?!ml-py$).*|cuda-.*|triton)$")
 
 

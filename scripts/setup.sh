@@ -15,9 +15,9 @@ fail() {
 [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ] ||
     fail "this is $(uname -s) on $(uname -m); the locked packages exist for Linux on x86_64 only. Use such a machine or container."
 command -v "$python" >/dev/null 2>&1 ||
-    fail "no '$python' on PATH. Install Python 3.11 with its venv module, or name one: make setup PYTHON=/path/to/python3.11"
+    fail "no '$python' on PATH. Install Python 3.11 with its venv module, or name one: make setup PYTHON=path/to/python3.11"
 found="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" || fail "'$python' does not start."
-[ "$found" = 3.11 ] || fail "'$python' is Python $found; the locks are for 3.11. Name one: make setup PYTHON=/path/to/python3.11"
+[ "$found" = 3.11 ] || fail "'$python' is Python $found; the locks are for 3.11. Name one: make setup PYTHON=path/to/python3.11"
 
 if [ ! -x "$venv/bin/python" ]; then
     rm -rf "$venv"
@@ -26,7 +26,7 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 
 install() {
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$@"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-warn-script-location "$@"
 }
 
 torch_pin="$(grep '^torch==' requirements/cpu.txt)"
