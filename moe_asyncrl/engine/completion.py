@@ -1,0 +1,268 @@
+"""One request and one completion as values, and the strict reading of SGLang's reply.
+
+Whatever does not fit its tokens (rows, log-probabilities, version spans, masks) is a `MalformedReply`; nothing is padded.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from moe_asyncrl.data.trajectory import SamplingMask, SamplingParams
+from moe_asyncrl.engine.errors import MalformedReply
+
+Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """Tokens in, tokens out. `version` is the committed policy version at submission: prefixes of other versions are not reused."""
+
+    rid: str
+    """Unique among running requests; names the request in an abort."""
+    input_ids: Ids
+    sampling: SamplingParams
+    version: int
+    stop_token_ids: tuple[int, ...] = ()
+    """Besides the model's own end token."""
+    ignore_eos: bool = False
+
+
+class RoutingShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine's rows look like."""
+
+    moe_layers: tuple[bool, ...]
+    """For each decoder layer, whether it routes. A dense layer's row is dropped."""
+    top_k: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> type[np.uint8] | type[np.uint16]:
+        """The smallest that holds every expert id."""
+        return np.uint8 if self.num_experts <= 256 else np.uint16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """n tokens that the engine sampled after a prompt of P tokens. L counts MoE layers only."""
+
+    rid: str
+    engine: str
+    prompt_tokens: int
+    output_ids: npt.NDArray[np.int32]
+    """int32 [n]"""
+    logprobs: npt.NDArray[np.float32]
+    """float32 [n]: full-vocabulary log-softmax at the sampling temperature"""
+    versions: npt.NDArray[np.int32]
+    """int32 [n]: the weights that sampled each token, by the engine's own spans; -1: its first, uncommitted weights"""
+    experts: npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | None
+    """[P + n - 1, L, K] logical expert ids in the engine's order; None if not asked for, or if nothing was sampled"""
+    mask: SamplingMask | None
+    """Token ids that truncation kept, over the n tokens; None if not asked for"""
+    support_logprobs: npt.NDArray[np.float32] | None
+    """float32 [n]: renormalised within the mask"""
+    finish_reason: str
+    """`stop` (an end token), `length`, or `abort`"""
+    finish_detail: str
+    cached_tokens: int
+    """Prompt tokens whose keys and routing rows came from the prefix cache"""
+    retractions: int
+    """Times that the request was thrown out and prefilled again; rows of earlier tokens are then re-routed"""
+    submitted: float
+    finished: float
+    """Unix seconds, by our clock"""
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    message: str = ""
+
+
+class _Meta(msgspec.Struct):
+    id: str
+    finish_reason: _Finish
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    num_retractions: int
+    weight_versions: list[_Span]
+    output_token_logprobs: list[tuple[float, int, str | None]]
+    routed_experts: str | None = None
+    output_token_sampling_mask: list[list[int]] | None = None
+    output_token_sampling_logprobs: list[float] | None = None
+
+
+class _Reply(msgspec.Struct):
+    output_ids: list[int]
+    meta_info: _Meta
+
+
+_DECODER = msgspec.json.Decoder(list[_Reply])
+
+
+def request_body(requests: Sequence[GenerateRequest], *, experts: bool, mask: bool) -> bytes:
+    """One `/generate` body for all requests. Raises ValueError for what the engine would take wrongly."""
+    sampling = []
+    for r in requests:
+        s = r.sampling
+        if len(r.input_ids) == 0:
+            raise ValueError(f"request {r.rid}: empty prompt")
+        if mask and s.top_k <= 0:
+            raise ValueError(f"request {r.rid}: a sampling mask needs a finite top_k")
+        sampling.append(
+            {
+                "temperature": s.temperature,
+                "top_k": s.top_k if s.top_k > 0 else -1,
+                "top_p": s.top_p,
+                "min_p": s.min_p,
+                "max_new_tokens": s.max_new_tokens,
+                "stop_token_ids": list(r.stop_token_ids) or None,
+                "ignore_eos": r.ignore_eos,
+            }
+        )
+    body: dict[str, Any] = {
+        "rid": [r.rid for r in requests],
+        "input_ids": [np.asarray(r.input_ids).tolist() for r in requests],
+        "sampling_params": sampling,
+        "extra_key": [str(r.version) for r in requests],
+        "return_logprob": True,
+        "return_routed_experts": experts,
+    }
+    if mask:
+        body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
+    return msgspec.json.encode(body)
+
+
+def parse_replies(
+    body: bytes,
+    requests: Sequence[GenerateRequest],
+    *,
+    engine: str,
+    routing: RoutingShape | None,
+    mask: bool,
+    submitted: float,
+    finished: float,
+) -> list[Completion]:
+    """Read the reply to `request_body` of the same requests. Raises MalformedReply with the engine, request and field."""
+    try:
+        replies = _DECODER.decode(body)
+    except msgspec.MsgspecError as e:
+        raise MalformedReply(f"{engine}: the reply to /generate is not what was asked for: {e}") from None
+    if len(replies) != len(requests):
+        raise MalformedReply(f"{engine}: {len(replies)} completions for {len(requests)} requests")
+    return [
+        _completion(reply, request, engine, routing, mask, submitted, finished)
+        for reply, request in zip(replies, requests, strict=True)
+    ]
+
+
+def _completion(
+    reply: _Reply,
+    request: GenerateRequest,
+    engine: str,
+    routing: RoutingShape | None,
+    mask: bool,
+    submitted: float,
+    finished: float,
+) -> Completion:
+    meta, n = reply.meta_info, len(reply.output_ids)
+    where = f"{engine}: request {request.rid}"
+    if meta.id != request.rid:
+        raise MalformedReply(f"{where}: the reply is for {meta.id}")
+    if meta.prompt_tokens != len(request.input_ids):
+        raise MalformedReply(f"{where}: {meta.prompt_tokens} prompt tokens, {len(request.input_ids)} were sent")
+    ids = np.array(reply.output_ids, dtype=np.int32)
+    pairs = meta.output_token_logprobs
+    if [p[1] for p in pairs] != reply.output_ids:
+        raise MalformedReply(f"{where}: output_token_logprobs are of other tokens than output_ids ({len(pairs)} and {n})")
+    logprobs = np.array([p[0] for p in pairs], dtype=np.float32)
+    if not np.isfinite(logprobs).all():
+        raise MalformedReply(f"{where}: a log-probability is not finite")
+    experts = None
+    if routing is not None and n:
+        experts = decode_experts(meta.routed_experts, meta.prompt_tokens + n - 1, routing, where)
+    kept, support = _mask(meta, ids, where) if mask else (None, None)
+    return Completion(
+        rid=request.rid,
+        engine=engine,
+        prompt_tokens=meta.prompt_tokens,
+        output_ids=ids,
+        logprobs=logprobs,
+        versions=versions_of([(s.version, s.start, s.end) for s in meta.weight_versions], n, where),
+        experts=experts,
+        mask=kept,
+        support_logprobs=support,
+        finish_reason=meta.finish_reason.type,
+        finish_detail=meta.finish_reason.message,
+        cached_tokens=meta.cached_tokens,
+        retractions=meta.num_retractions,
+        submitted=submitted,
+        finished=finished,
+    )
+
+
+def versions_of(spans: Sequence[tuple[str, int, int]], n: int, where: str) -> npt.NDArray[np.int32]:
+    """Spans (label, start, end) over n tokens → int32 [n]. They must cover every token exactly once, in order."""
+    out = np.empty(n, dtype=np.int32)
+    position = 0
+    for label, start, end in spans:
+        if start != position or end < start or end > n:
+            raise MalformedReply(f"{where}: weight version {label!r} covers [{start}, {end}) after {position} of {n} tokens")
+        try:
+            out[start:end] = int(label)
+        except (ValueError, OverflowError):
+            raise MalformedReply(f"{where}: weight version {label!r} is not a number") from None
+        position = end
+    if position != n:
+        raise MalformedReply(f"{where}: the weight versions cover {position} of {n} tokens")
+    return out
+
+
+def decode_experts(
+    encoded: str | None, rows: int, routing: RoutingShape, where: str
+) -> npt.NDArray[np.uint8] | npt.NDArray[np.uint16]:
+    """SGLang's base64 of int32 [rows, all layers, K] → [rows, MoE layers, K] in the smallest dtype."""
+    if encoded is None:
+        raise MalformedReply(f"{where}: no routed_experts; was the server started with routing capture?")
+    try:
+        flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
+    except (binascii.Error, ValueError) as e:
+        raise MalformedReply(f"{where}: routed_experts is not base64 of int32: {e}") from None
+    layers = len(routing.moe_layers)
+    if flat.size != rows * layers * routing.top_k:
+        raise MalformedReply(
+            f"{where}: routed_experts has {flat.size} ids, {rows} rows x {layers} layers x {routing.top_k} were due"
+        )
+    kept = flat.reshape(rows, layers, routing.top_k)[:, np.array(routing.moe_layers, dtype=bool)]
+    if kept.size and (kept.min() < 0 or kept.max() >= routing.num_experts):
+        bad = int(kept.max()) if kept.max() >= routing.num_experts else int(kept.min())
+        raise MalformedReply(f"{where}: routed_experts has id {bad}, the model has {routing.num_experts} experts")
+    return kept.astype(routing.dtype)
+
+
+def _mask(
+    meta: _Meta, ids: npt.NDArray[np.int32], where: str
+) -> tuple[SamplingMask, npt.NDArray[np.float32]]:
+    kept, chosen = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
+    if kept is None or chosen is None or len(kept) != len(ids) or len(chosen) != len(ids):
+        raise MalformedReply(f"{where}: the sampling mask does not cover the {len(ids)} tokens")
+    indptr = np.zeros(len(ids) + 1, dtype=np.int64)
+    np.cumsum([len(k) for k in kept], out=indptr[1:])
+    for token, allowed in zip(ids.tolist(), kept, strict=True):
+        if token not in allowed:
+            raise MalformedReply(f"{where}: token {token} was sampled outside its sampling mask")
+    flat = np.array([t for k in kept for t in k], dtype=np.int32)
+    return SamplingMask(indptr=indptr, ids=flat), np.array(chosen, dtype=np.float32)
