@@ -38,4 +38,5 @@ echo "setup: the locked packages (1.6 GB; a few minutes the first time)"
 install -r requirements/cpu.txt -r requirements/dev.txt
 install --no-deps -r requirements/cpu-nodeps.txt
 echo "setup: this project"
-install --no-deps --no-build-isolation --editable .
+# setuptools warns at length that an editable install is editable
+PYTHONWARNINGS=ignore install --no-deps --no-build-isolation --editable .

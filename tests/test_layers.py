@@ -14,7 +14,7 @@ HEAVY = ("torch", "transformers", "megatron", "sglang")
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     """Check the contracts of the tree in `folder`, which its own .importlinter describes."""
-    command = [str(LINT_IMPORTS), "--no-cache", "--config", ".importlinter"]
+    command = [str(LINT_IMPORTS), "--no-cache", ".importlinter"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
