@@ -41,6 +41,13 @@ class Reply(Message, frozen=True, kw_only=True):
 # --- control -----------------------------------------------------------------------------------------------------
 
 
+class MemberId(msgspec.Struct, frozen=True, kw_only=True):
+    """One life of one engine: a server that was started again under the same name is another one."""
+
+    name: str
+    incarnation: int
+
+
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One engine as the run knows it."""
 
@@ -54,7 +61,12 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     """The committed version it serves; -1 before its first."""
     heartbeat: float
-    """Unix time of the last sign of life, in seconds."""
+    """Unix time of the last sign of life, in seconds, by the buffer's clock; what the sender puts here is not read."""
+
+    @property
+    def id(self) -> MemberId:
+        """This life of the engine."""
+        return MemberId(name=self.name, incarnation=self.incarnation)
 
 
 class Cursor(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +113,7 @@ class AcquireLease(Request, frozen=True, kw_only=True):
     """A trainer asks to own the run. Answered by `Lease` with an epoch above every earlier one."""
 
     holder: str
+    """Unique to the process that asks: asking again under the same name answers the same lease."""
 
 
 class Lease(Reply, frozen=True, kw_only=True):
@@ -118,22 +131,28 @@ class Begin(Request, frozen=True, kw_only=True):
 
 
 class Commit(Request, frozen=True, kw_only=True):
-    """Weights `version` are on every engine in `members`; `lost` are quarantined. Answered by `Done`."""
+    """Weights `version` are on every engine in `members`; `lost` are quarantined. Answered by `Done`.
+
+    An engine that was started again since the update began is named by a life that is over, and stays `joining`.
+    """
 
     version: int
-    members: tuple[str, ...]
-    lost: tuple[str, ...]
+    members: tuple[MemberId, ...]
+    lost: tuple[MemberId, ...]
 
 
 class SetPhase(Request, frozen=True, kw_only=True):
-    """Moves the run on, or ends it with an error. Answered by `Done`."""
+    """Moves the run on, or ends it with an error. Answered by `Done`. The first `Commit` moves `starting` to `running`."""
 
     phase: Phase
     error: str | None = None
 
 
 class Join(Request, frozen=True, kw_only=True):
-    """An engine is up and wants weights. Answered by `Done`. Sending it again is a sign of life."""
+    """An engine is up and wants weights. Sending it again is a sign of life.
+
+    Answered by `RunState`: there the engine sees itself, and starts anew with a higher incarnation if it is quarantined.
+    """
 
     member: Member
 
@@ -154,12 +173,19 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     attempt: int
+    epoch: int = 0
+    """The lease under which it was issued; void under any other."""
 
 
 class AskTickets(Request, frozen=True, kw_only=True):
-    """Asks for up to `wanted` credits. Answered by `Tickets`."""
+    """Asks for up to `wanted` credits. Answered by `Tickets`.
+
+    Credits that the buffer thinks this sender has and that are not in `holding` were lost on the way (or with the
+    process that had the sender's name before), and are granted first. So asking twice grants nothing twice.
+    """
 
     wanted: int
+    holding: tuple[Ticket, ...]
 
 
 class Tickets(Reply, frozen=True, kw_only=True):
@@ -207,7 +233,8 @@ class HeldGroup(msgspec.Struct, frozen=True, kw_only=True):
 class Take(Request, frozen=True, kw_only=True):
     """The owner takes `groups` groups for the step that starts from weights `version`. Answered by `Batch` or `NotReady`.
 
-    Taking with the number of a batch that was taken and not consumed answers the same batch again.
+    `step` is the number that the step will have: steps done plus one. Groups whose oldest token would be more than the
+    staleness bound behind `version` go stale now. Taking with the number of a batch that was taken and not consumed answers the same batch again.
     """
 
     step: int
