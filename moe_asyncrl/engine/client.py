@@ -1,6 +1,7 @@
 """The asynchronous client of one engine: generation as lists, and the calls of a weight update.
 
-It implements `moe_asyncrl.data.protocols.EngineControl`. Every call has a deadline, and its error names what it waited for.
+It implements `moe_asyncrl.data.protocols.EngineControl`. Every call has a deadline, and its error names what it waited
+for.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import msgspec
 from moe_asyncrl.data.protocols import TensorMeta
 from moe_asyncrl.engine.completion import Completion, GenerateRequest, RoutingShape, parse_replies, request_body
 from moe_asyncrl.engine.errors import EngineRefused, EngineTimeout, EngineUnreachable, MalformedReply
-
 
 T = TypeVar("T")
 
@@ -61,7 +61,10 @@ class EngineClient:
         routing: RoutingShape | None = None,
         api_key: str | None = None,
     ) -> None:
-        """`world_size`: the engine's ranks in an update group. `routing`: ask for routed experts and read them this way."""
+        """`world_size`:
+
+        the engine's ranks in an update group. `routing`: ask for routed experts and read them this way.
+        """
         self._url = url.rstrip("/")
         self._name = name
         self._world_size = world_size
@@ -114,7 +117,13 @@ class EngineClient:
         what = f"{len(requests)} completions ({requests[0].rid}…)"
         reply = await self._call("POST", "/generate", body, deadline_s, what)
         return parse_replies(
-            reply, requests, engine=self._name, routing=self._routing, mask=mask, submitted=submitted, finished=time.time()
+            reply,
+            requests,
+            engine=self._name,
+            routing=self._routing,
+            mask=mask,
+            submitted=submitted,
+            finished=time.time(),
         )
 
     async def abort(self, rid: str | None, *, deadline_s: float) -> None:
@@ -170,7 +179,9 @@ class EngineClient:
 
     async def leave_group(self, *, group: str, deadline_s: float) -> None:
         """Destroy the process group on the engine's side."""
-        await self._post("/destroy_weights_update_group", {"group_name": group}, deadline_s, f"leaving update group {group}")
+        await self._post(
+            "/destroy_weights_update_group", {"group_name": group}, deadline_s, f"leaving update group {group}"
+        )
 
     async def pause(self, *, mode: str, deadline_s: float) -> None:
         """Stop generating; `mode` is SGLang's `in_place`, `retract` or `abort`."""
@@ -187,7 +198,10 @@ class EngineClient:
     async def receive_bucket(
         self, tensors: Sequence[TensorMeta], *, group: str, version: int | None, deadline_s: float
     ) -> None:
-        """Receive one broadcast of the tensors back to back as bytes, and load them. `version` is set on the last one."""
+        """Receive one broadcast of the tensors back to back as bytes, and load them.
+
+        `version` is set on the last one.
+        """
         body: dict[str, Any] = {
             "names": [t.name for t in tensors],
             "dtypes": [t.dtype for t in tensors],
@@ -215,7 +229,10 @@ class EngineClient:
         await self._post("/update_weight_version", body, deadline_s, f"naming of version {version}")
 
     async def load_weights(self, model: str, version: int, *, flush: bool, deadline_s: float) -> None:
-        """Load all weights from an HF directory on the engine's machine. `flush`: also forget prefixes (engine must be idle)."""
+        """Load all weights from an HF directory on the engine's machine.
+
+        `flush`: also forget prefixes (engine must be idle).
+        """
         body = {"model_path": model, "weight_version": str(version), "flush_cache": flush}
         await self._post("/update_weights_from_disk", body, deadline_s, f"loading of {model}")
 
@@ -252,7 +269,9 @@ class EngineClient:
         except TimeoutError:
             raise EngineTimeout(f"{self._name}: waited {deadline_s:g} s for {what} at {self._url}") from None
         except (aiohttp.ClientError, OSError) as e:
-            raise EngineUnreachable(f"{self._name}: {self._url} cannot be reached for {what}: {e or type(e).__name__}") from None
+            raise EngineUnreachable(
+                f"{self._name}: {self._url} cannot be reached for {what}: {e or type(e).__name__}"
+            ) from None
         if status != 200:
             raise EngineRefused(f"{self._name}: {what} refused (HTTP {status}): {_reason(content)}")
         return content

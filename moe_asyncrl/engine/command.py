@@ -42,7 +42,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: int = -1
     """Label of the weights in `model`; -1 before the first commit."""
     tokenizer: bool = False
-    """Load the tokenizer, for text in and out and stop strings. Without it the server takes and gives token ids only."""
+    """Load the tokenizer, for text in and out and stop strings.
+
+    Without it the server takes and gives token ids only.
+    """
     api_key: str | None = None
     mask_tokens: int | None = None
     """Most tokens that a sampling mask may keep; None is SGLang's default."""

@@ -1,6 +1,7 @@
 """One request and one completion as values, and the strict reading of SGLang's reply.
 
-Whatever does not fit its tokens (rows, log-probabilities, version spans, masks) is a `MalformedReply`; nothing is padded.
+Whatever does not fit its tokens (rows, log-probabilities, version spans, masks) is a `MalformedReply`; nothing is
+padded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """Tokens in, tokens out. `version` is the committed policy version at submission: prefixes of other versions are not reused."""
+    """Tokens in, tokens out.
+
+    `version` is the committed policy version at submission: prefixes of other versions are not reused.
+    """
 
     rid: str
     """Unique among running requests; names the request in an abort."""
@@ -42,11 +46,6 @@ class RoutingShape(msgspec.Struct, frozen=True, kw_only=True):
     """For each decoder layer, whether it routes. A dense layer's row is dropped."""
     top_k: int
     num_experts: int
-
-    @property
-    def dtype(self) -> type[np.uint8] | type[np.uint16]:
-        """The smallest that holds every expert id."""
-        return np.uint8 if self.num_experts <= 256 else np.uint16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,7 +155,10 @@ def parse_replies(
     submitted: float,
     finished: float,
 ) -> list[Completion]:
-    """Read the reply to `request_body` of the same requests. Raises MalformedReply with the engine, request and field."""
+    """Read the reply to `request_body` of the same requests.
+
+    Raises MalformedReply with the engine, request and field.
+    """
     try:
         replies = _DECODER.decode(body)
     except msgspec.MsgspecError as e:
@@ -187,7 +189,9 @@ def _completion(
     ids = np.array(reply.output_ids, dtype=np.int32)
     pairs = meta.output_token_logprobs
     if [p[1] for p in pairs] != reply.output_ids:
-        raise MalformedReply(f"{where}: output_token_logprobs are of other tokens than output_ids ({len(pairs)} and {n})")
+        raise MalformedReply(
+            f"{where}: output_token_logprobs are of other tokens than output_ids ({len(pairs)} and {n})"
+        )
     logprobs = np.array([p[0] for p in pairs], dtype=np.float32)
     if not np.isfinite(logprobs).all():
         raise MalformedReply(f"{where}: a log-probability is not finite")
@@ -220,7 +224,9 @@ def versions_of(spans: Sequence[tuple[str, int, int]], n: int, where: str) -> np
     position = 0
     for label, start, end in spans:
         if start != position or end < start or end > n:
-            raise MalformedReply(f"{where}: weight version {label!r} covers [{start}, {end}) after {position} of {n} tokens")
+            raise MalformedReply(
+                f"{where}: weight version {label!r} covers [{start}, {end}) after {position} of {n} tokens"
+            )
         try:
             out[start:end] = int(label)
         except (ValueError, OverflowError):
@@ -250,12 +256,10 @@ def decode_experts(
     if kept.size and (kept.min() < 0 or kept.max() >= routing.num_experts):
         bad = int(kept.max()) if kept.max() >= routing.num_experts else int(kept.min())
         raise MalformedReply(f"{where}: routed_experts has id {bad}, the model has {routing.num_experts} experts")
-    return kept.astype(routing.dtype)
+    return kept.astype(np.uint8) if routing.num_experts <= 256 else kept.astype(np.uint16)
 
 
-def _mask(
-    meta: _Meta, ids: npt.NDArray[np.int32], where: str
-) -> tuple[SamplingMask, npt.NDArray[np.float32]]:
+def _mask(meta: _Meta, ids: npt.NDArray[np.int32], where: str) -> tuple[SamplingMask, npt.NDArray[np.float32]]:
     kept, chosen = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if kept is None or chosen is None or len(kept) != len(ids) or len(chosen) != len(ids):
         raise MalformedReply(f"{where}: the sampling mask does not cover the {len(ids)} tokens")

@@ -18,7 +18,7 @@ class EngineRefused(UserError):
 
 
 class MalformedReply(UserError):
-    """The engine answered something that is not what was asked for: a field is missing, mistyped or of the wrong length."""
+    """The engine's answer is not what was asked for: a field is missing, mistyped or of the wrong length."""
 
 
 class NoEngines(UserError):

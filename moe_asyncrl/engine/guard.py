@@ -1,7 +1,8 @@
 """Stands between a parent and its engine: `python -I -S guard.py PARENT_PID COMMAND…`. Standard library only.
 
-It leads the engine's process group. When the parent is gone (`kill -9` included) or the engine's main process ends, it kills what
-is left of the group. A parent-death signal alone would not do: it fires when the *thread* that started the child ends.
+It leads the engine's process group. When the parent is gone (`kill -9` included) or the engine's main process ends, it
+kills what is left of the group. A parent-death signal alone would not do: it fires when the *thread* that started the
+child ends.
 """
 
 from __future__ import annotations

@@ -68,7 +68,13 @@ class Server:
 
     @classmethod
     def start(
-        cls, args: EngineArgs, *, cpu: bool, log_path: pathlib.Path, name: str = "engine-0", environ: Mapping[str, str] | None = None
+        cls,
+        args: EngineArgs,
+        *,
+        cpu: bool,
+        log_path: pathlib.Path,
+        name: str = "engine-0",
+        environ: Mapping[str, str] | None = None,
     ) -> Server:
         """Start the process and return at once. Its output goes to `log_path` (appended).
 
@@ -124,7 +130,8 @@ class Server:
                 return
             if time.monotonic() > end:
                 raise DeadlineExceeded(
-                    f"{self.name}: waited {deadline_s:g} s for the SGLang server at {self.url} to answer; see {self.log_path}"
+                    f"{self.name}: waited {deadline_s:g} s for the SGLang server at {self.url} to answer; "
+                    f"see {self.log_path}"
                 )
             time.sleep(POLL_S)
 
@@ -143,7 +150,7 @@ class Server:
             connection.close()
 
     def stop(self, grace_s: float = 5.0) -> None:
-        """End the server and everything in its process group: SIGTERM, then SIGKILL after `grace_s` seconds. Idempotent."""
+        """End the server and its whole process group: SIGTERM, then SIGKILL after `grace_s` seconds. Idempotent."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGTERM)
         try:

@@ -1,9 +1,9 @@
 """The plugin that runs inside SGLang's processes, through SGLang's own plugin interface (`sglang.srt.plugins`).
 
 `register` is called by SGLang in each of its processes. It does nothing unless our launcher started the engine.
-How SGLang finds it: `onpath/` holds a distribution with the entry point, and the launcher puts that folder on the child's
-PYTHONPATH, so it works for any Python that the engine runs in. Should our own distribution be installed there with an entry
-point of the same name, SGLang keeps one of the two.
+How SGLang finds it: `onpath/` holds a distribution with the entry point, and the launcher puts that folder on the
+child's PYTHONPATH, so it works for any Python that the engine runs in. Should our own distribution be installed there
+with an entry point of the same name, SGLang keeps one of the two.
 """
 
 from __future__ import annotations

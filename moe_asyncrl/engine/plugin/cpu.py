@@ -7,9 +7,11 @@ from typing import Any
 
 HOOKS: tuple[tuple[str, str, str], ...] = (
     # (target in SGLang, kind of hook, function here)
-    # Recording routed experts pins its host buffer through the CUDA runtime, also with --device cpu: the server dies at start.
+    # Recording routed experts pins its host buffer through the CUDA runtime, also with --device cpu: the server dies at
+    # start.
     ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", "replace", "cpu:skip_host_register"),
-    # Under expert parallelism, experts of other ranks have id -1, which the original uses as an index. Ours is also faster.
+    # Under expert parallelism, experts of other ranks have id -1, which the original uses as an index. Ours is also
+    # faster.
     ("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", "around", "cpu_moe:moe_forward"),
     # The original attends one sequence after the other in Python: three quarters of a CPU engine's time.
     (
@@ -46,12 +48,12 @@ def _without_pinning(factory: Any) -> Any:
 
 
 def unpin() -> None:
-    """Make torch ignore `pin_memory` in this process: SGLang's LoRA layers ask for it everywhere, and no device can pin here."""
+    """Make torch ignore `pin_memory` in this process: SGLang's LoRA layers ask for it, and nothing here can pin."""
     import torch
 
     for name in UNPINNED:
         setattr(torch, name, _without_pinning(getattr(torch, name)))
-    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
 def register_cpu() -> None:

@@ -1,7 +1,7 @@
 """The attention of a CPU engine: sequences of similar length in one padded batch, with a bound on the padding.
 
-Stands around the two per-sequence loops of SGLang's `torch_native` backend and gives the same values. Sliding windows, cross
-attention and single sequences that alone exceed the bound go to the original loops.
+Stands around the two per-sequence loops of SGLang's `torch_native` backend and gives the same values. Sliding windows,
+cross attention and single sequences that alone exceed the bound go to the original loops.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def plan_groups(
 ) -> tuple[list[list[int]], list[int]]:
     """Split sequences into padded batches. `width` is heads x head size, the elements that one padded token takes.
 
-    Returns (groups of sequence numbers, sequence numbers that exceed the bound alone). Every sequence stands exactly once.
-    In a group the longest is at most twice the shortest (keys), unless the whole group has at most MERGE_TOKENS padded keys.
+    Returns (groups of sequence numbers, sequence numbers that exceed the bound alone). Every sequence stands exactly
+    once. In a group the longest is at most twice the shortest (keys), unless the whole group has at most MERGE_TOKENS
+    padded keys.
     """
     groups: list[list[int]] = []
     alone: list[int] = []
@@ -82,7 +83,10 @@ def make_plan(
     dtype: torch.dtype,
     max_elements: int = MAX_ELEMENTS,
 ) -> Plan:
-    """table int [requests, context]: KV slots; kv_lengths, query_lengths int [n] (None: one query each, a decode step)."""
+    """table int [requests, context]:
+
+    KV slots; kv_lengths, query_lengths int [n] (None: one query each, a decode step).
+    """
     kv = [int(v) for v in kv_lengths.tolist()]
     q = [1] * len(kv) if query_lengths is None else [int(v) for v in query_lengths.tolist()]
     starts = [0]
@@ -121,9 +125,17 @@ def make_plan(
 
 
 def attend(
-    batch: Batch, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output: torch.Tensor, scale: float | None
+    batch: Batch,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    output: torch.Tensor,
+    scale: float | None,
 ) -> None:
-    """Write attention of the batch's sequences into `output` [rows, Hq, Dv]. query [rows, Hq, D]; keys, values [slots, Hkv, D]."""
+    """Write attention of the batch's sequences into `output` [rows, Hq, Dv].
+
+    query [rows, Hq, D]; keys, values [slots, Hkv, D].
+    """
     heads, kv_heads = query.shape[1], keys.shape[1]
     shape = (batch.n, batch.keys, kv_heads, -1)
     k = keys.index_select(0, batch.slots).view(shape).transpose(1, 2).to(query.dtype)
@@ -188,7 +200,17 @@ def decode(
     """One new token per sequence. Arguments as in SGLang's `_run_sdpa_forward_decode`."""
     if encoder_lens is not None or rest.get("sliding_window_size") is not None or rest.get("is_cross_attn"):
         return original(
-            self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens, scaling=scaling, **rest
+            self,
+            query,
+            output,
+            k_cache,
+            v_cache,
+            req_to_token,
+            req_pool_indices,
+            seq_lens,
+            encoder_lens,
+            scaling=scaling,
+            **rest,
         )
     plan = _plan(self, query, k_cache, req_to_token, req_pool_indices, seq_lens, None)
     for batch in plan.batches:

@@ -35,7 +35,9 @@ def grouped_experts(
     return torch.bmm(weights.to(x.dtype)[:, None], out.view(tokens, k, -1))[:, 0]
 
 
-def moe_forward(original: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, topk: Any, config: Any) -> torch.Tensor:
+def moe_forward(
+    original: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, topk: Any, config: Any
+) -> torch.Tensor:
     """Stands around SGLang's `moe_forward_native(layer, x, topk_output, moe_runner_config)`.
 
     Anything but plain SwiGLU goes to the original, which cannot skip experts of other ranks: then it is an error.
@@ -52,7 +54,7 @@ def moe_forward(original: Callable[..., torch.Tensor], layer: Any, x: torch.Tens
         return grouped_experts(x, weights, ids, layer.w13_weight, layer.w2_weight)
     if bool((ids < 0).any()):
         raise NotImplementedError(
-            f"expert parallelism on the CPU needs plain SwiGLU experts; this model has activation={config.activation!r} "
-            "with biases or clamps: run the engine with ep=1"
+            "expert parallelism on the CPU needs plain SwiGLU experts; this model's have biases, clamps or "
+            f"activation {config.activation!r}: run the engine with ep=1"
         )
     return original(layer, x, topk, config)

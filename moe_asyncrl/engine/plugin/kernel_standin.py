@@ -1,7 +1,7 @@
-"""`sgl_kernel` where the real one is absent: torch versions of the operators that SGLang's plain CPU path calls by name.
+"""`sgl_kernel` where the real one is absent: torch versions of what the plain CPU path calls by name.
 
-Any other operator imports and raises when called. `torch.ops.sgl_kernel.convert_weight_packed` stays unregistered on purpose:
-SGLang probes for it, and takes its own `forward_native` paths when it is missing.
+Any other operator imports and raises when called. `torch.ops.sgl_kernel.convert_weight_packed` stays unregistered on
+purpose: SGLang probes for it, and takes its own `forward_native` paths when it is missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def assign_req_to_token_pool_cpu(
 ) -> None:
     """Write KV slots into the request table: row `req_pool_indices[i]`, columns [start_offset[i], end_offset[i]).
 
-    `out_cache_loc` holds the slots of all requests back to back; `req_to_token` (int32 [requests, pool_len]) is changed in place.
+    `out_cache_loc` holds the slots of all requests back to back; `req_to_token` (int32 [requests, pool_len]) is changed
+    in place.
     """
     start = start_offset.long()
     length = end_offset.long() - start

@@ -1,7 +1,7 @@
-"""Import stand-ins for packages that SGLang imports on every machine but runs only on GPUs: triton, torchvision, sgl_kernel.
+"""Import stand-ins for what SGLang imports everywhere and runs only on GPUs: triton, torchvision, sgl_kernel.
 
-They answer imports and decorators, and raise when a kernel is launched. The finder stands last on `sys.meta_path`, so a real
-package, where there is one, always wins.
+They answer imports and decorators, and raise when a kernel is launched. The finder stands last on `sys.meta_path`, so a
+real package, where there is one, always wins.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class _ClassMeta(type):
 class InertModule(types.ModuleType):
     """A module in which every lower-case name is another such module and every capitalised name an empty class.
 
-    Called with one function it returns the function (a decorator); called with anything else it returns such a decorator.
-    It is false, so that `if triton:` style probes take the other branch.
+    Called with one function it returns the function (a decorator); called with anything else it returns such a
+    decorator. It is false, so that `if triton:` style probes take the other branch.
     """
 
     def __init__(self, name: str) -> None:
@@ -77,7 +77,9 @@ class Kernel:
         self.__module__ = fn.__module__
 
     def __getitem__(self, grid: Any) -> Any:
-        raise StandInError(f"the Triton kernel {self.__module__}.{self.__name__} was reached, and there is no Triton here")
+        raise StandInError(
+            f"the Triton kernel {self.__module__}.{self.__name__} was reached, and there is no Triton here"
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self[None]
@@ -86,7 +88,9 @@ class Kernel:
 class Config:
     """`triton.Config`: plain values that autotune tables are made of."""
 
-    def __init__(self, kwargs: dict[str, Any] | None = None, num_warps: int = 4, num_stages: int = 2, **extra: Any) -> None:
+    def __init__(
+        self, kwargs: dict[str, Any] | None = None, num_warps: int = 4, num_stages: int = 2, **extra: Any
+    ) -> None:
         self.kwargs = kwargs or {}
         self.num_warps = num_warps
         self.num_stages = num_stages

@@ -1,7 +1,7 @@
 """Start-up code of every Python process inside an engine; nothing else has this folder on its path.
 
-The server launcher puts this folder first on the child's PYTHONPATH. Python then imports this file before anything else,
-in the server and in each process it spawns.
+The server launcher puts this folder first on the child's PYTHONPATH. Python then imports this file before anything
+else, in the server and in each process it spawns.
 """
 
 import importlib.abc
@@ -36,7 +36,8 @@ def _run_next_sitecustomize() -> None:
 
 
 _run_next_sitecustomize()
-# At the front: an engine must run the same code as the process that started it, not another version that happens to be installed.
+# At the front: an engine must run the same code as the process that started it, not another version that happens to be
+# installed.
 sys.meta_path.insert(0, _OwnPackage())
 if os.environ.get("MOE_ASYNCRL_ENGINE") == "cpu":
     from moe_asyncrl.engine.plugin import standins
