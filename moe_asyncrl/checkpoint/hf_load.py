@@ -64,15 +64,20 @@ def _load(
 
         def read(block: Block) -> torch.Tensor:
             value = stored.read(block.hf.name, block.hf_slices)
-            if spare_head and block.hf.name == _EMBEDDING and not torch.equal(value, stored.read(_HEAD, block.hf_slices)):
-                raise UserError(
-                    f"{hf_dir}: config.json ties the output layer to the embedding, but {_HEAD} differs from {_EMBEDDING}; "
-                    "set `tie_word_embeddings` to false or drop the tensor"
-                )
+            if spare_head and block.hf.name == _EMBEDDING:
+                _check_tied(value, stored.read(_HEAD, block.hf_slices), hf_dir)
             return value if dtype is None else value.to(dtype)
 
         for shard in rank_shards(spec, layout, rank):
             assemble(shard, read, parameters[shard.entry.name].data)
+
+
+def _check_tied(embedding: torch.Tensor, head: torch.Tensor, hf_dir: Path) -> None:
+    if not torch.equal(embedding, head):
+        raise UserError(
+            f"{hf_dir}: config.json ties the output layer to the embedding, but {_HEAD} differs from {_EMBEDDING}; "
+            "set `tie_word_embeddings` to false or drop the tensor"
+        )
 
 
 def check_tensors(stored: SafetensorsDir, spec: ModelSpec) -> bool:

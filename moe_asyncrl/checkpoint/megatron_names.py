@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+
 import torch
 
 from moe_asyncrl.checkpoint.ledger import Ledger

@@ -49,7 +49,9 @@ class SafetensorsDir:
     def __enter__(self) -> SafetensorsDir:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._open.clear()
 
     def check_shape(self, name: str, expected: tuple[int, ...]) -> None:
@@ -101,10 +103,8 @@ def _read_headers(directory: Path) -> dict[str, StoredTensor]:
             raise UserError(f"{directory / INDEX} names {name}, which does not exist")
         for tensor in _read_header(path):
             if weight_map.get(tensor.name) != name:
-                told = weight_map.get(tensor.name)
-                raise UserError(
-                    f"{path} holds tensor {tensor.name}, which {INDEX} " + (f"puts into {told}" if told else "does not name")
-                )
+                told = f"puts into {weight_map[tensor.name]}" if tensor.name in weight_map else "does not name"
+                raise UserError(f"{path} holds tensor {tensor.name}, which {INDEX} {told}")
             tensors[tensor.name] = tensor
     for tensor_name, name in weight_map.items():
         if tensor_name not in tensors:

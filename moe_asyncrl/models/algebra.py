@@ -3,8 +3,8 @@
 A parameter is one or more *parts* stacked along axis 0; a part is a sequence of row runs taken from HF tensors. Tensor
 parallelism cuts every part into equal contiguous pieces by itself and stacks the pieces again: that is how Megatron
 shards a fused gate-and-up projection, and with a single part it is plain row sharding. Everything a rank holds is thus
-a list of rectangular `Block`s, each equal to a rectangle of one HF tensor. Blocks are read in either direction, so a map
-cannot load one way and export another.
+a list of rectangular `Block`s, each equal to a rectangle of one HF tensor. Blocks are read in either direction, so a
+map cannot load one way and export another.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face `config.json` into a `ModelSpec`: typed fields, clear refusals, both spellings of transformers 4 and 5."""
+"""Reading a Hugging Face `config.json`, as written by transformers 4 or 5, into a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def architecture_of(config: Mapping[str, Any], source: str) -> str:
     name: str = names[0]
     if name not in FAMILIES:
         near = difflib.get_close_matches(name, FAMILIES, n=1, cutoff=0.6)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f"; did you mean {near[0]}?" if near else "."
         raise UserError(f"{source}: unknown architecture {name!r}{hint} Supported: {', '.join(sorted(FAMILIES))}")
     return name
 

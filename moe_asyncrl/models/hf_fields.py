@@ -88,7 +88,7 @@ class HfFields:
         )
 
     def torch_dtype(self) -> str:
-        """The stored type: `dtype` (transformers 5) or `torch_dtype` (before); `float32` where absent, as in transformers."""
+        """The stored type: `dtype` (transformers 5) or `torch_dtype` (before); `float32` where absent."""
         name, value = self._first(("dtype", "torch_dtype"))
         if value is None:
             return "float32"
@@ -100,7 +100,7 @@ class HfFields:
         """Raise if the config asks for something that would be computed wrongly if it were ignored."""
         config = self.config
         if config.get("quantization_config"):
-            raise self.fail("`quantization_config` is set: quantized checkpoints are not supported; use the original weights")
+            raise self.fail("`quantization_config` is set: quantized weights are not supported; use the original ones")
         if config.get("use_sliding_window"):
             raise self.fail("`use_sliding_window` is true: sliding-window attention is not supported")
         layer_types = config.get("layer_types") or []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -71,7 +72,7 @@ def make_tiny_model(
         config[name] = value
     spec = ModelSpec.from_hf_config(config, source=f"tiny {family} model")
     if spec.vocab_size < len(tokens):
-        raise UserError(f"vocab_size {spec.vocab_size} is too small for the {len(tokens)} tokens of alphabet {alphabet}")
+        raise UserError(f"vocab_size {spec.vocab_size} is too small for {len(tokens)} tokens (alphabet {alphabet})")
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.partial-"))
     try:
@@ -92,9 +93,7 @@ def random_weights(spec: ModelSpec, seed: int, init_std: float | None) -> dict[s
     """Every HF tensor of the model by name, in the spec's dtype, drawn as `make_tiny_model` says."""
     generator = torch.Generator().manual_seed(seed)
     dtype: torch.dtype = getattr(torch, spec.torch_dtype)
-    return {
-        tensor.name: _draw(tensor, generator, init_std).to(dtype) for tensor in parameter_map(spec).hf_tensors()
-    }
+    return {tensor.name: _draw(tensor, generator, init_std).to(dtype) for tensor in parameter_map(spec).hf_tensors()}
 
 
 def _draw(tensor: HfTensor, generator: torch.Generator, init_std: float | None) -> torch.Tensor:
@@ -104,7 +103,7 @@ def _draw(tensor: HfTensor, generator: torch.Generator, init_std: float | None) 
     if init_std is not None:
         return init_std * noise
     # Unit variance through each matrix keeps activations of order one at any width.
-    return _LOGIT_SPREAD * noise / tensor.shape[-1] ** 0.5
+    return noise * (_LOGIT_SPREAD / math.sqrt(tensor.shape[-1]))
 
 
 def _write_json(path: Path, value: Any) -> None:

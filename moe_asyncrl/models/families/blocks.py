@@ -45,7 +45,8 @@ def head(spec: ModelSpec) -> Iterator[Entry]:
 def attention(spec: ModelSpec, layer: int) -> Iterator[Entry]:
     """Norm, fused query-key-value projection, optional per-head norms, output projection."""
     mine, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-    hidden, queries, keys = spec.hidden_size, spec.num_attention_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    hidden = spec.hidden_size
+    queries, keys = spec.num_attention_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     yield Entry(
         name=mine + "input_layernorm.weight",
         te_name=mine + "self_attention.linear_qkv.layer_norm_weight",

@@ -39,7 +39,7 @@ def attention_fields(fields: HfFields, *, default_head_dim: int | None) -> dict[
     if heads % kv_heads:
         raise fields.fail(f"`num_attention_heads` {heads} is not a multiple of `num_key_value_heads` {kv_heads}")
     if default_head_dim is None and fields.config.get("head_dim") is None and hidden % heads:
-        raise fields.fail(f"`hidden_size` {hidden} is not a multiple of `num_attention_heads` {heads}, and `head_dim` is missing")
+        raise fields.fail(f"`head_dim` is missing and `hidden_size` {hidden} is not a multiple of {heads} heads")
     head_dim = fields.integer("head_dim", default=default_head_dim or hidden // heads)
     if head_dim % 2:
         raise fields.fail(f"`head_dim` {head_dim} is odd: the rotary embedding turns pairs")

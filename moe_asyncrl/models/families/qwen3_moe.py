@@ -1,4 +1,4 @@
-"""Qwen3-MoE: the attention of Qwen3, softmax-routed experts without a shared one, dense layers where the config says so.
+"""Qwen3-MoE: the attention of Qwen3, softmax-routed experts without a shared one, dense layers where the config says.
 
 Reference: `Qwen3MoeForCausalLM` of transformers; Qwen3 technical report, section 2.
 """

@@ -1,0 +1,132 @@
+"""From a Megatron model of any layout to an HF directory that transformers and SGLang read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moe_asyncrl.checkpoint.megatron_names import global_parameters
+from moe_asyncrl.checkpoint.safetensors_writer import SafetensorsWriter
+from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.models.layout import Layout
+from moe_asyncrl.models.parameter_map import parameter_map
+from moe_asyncrl.models.spec import ModelSpec
+from moe_asyncrl.weights.agree import agree
+from moe_asyncrl.weights.gather import DEFAULT_BUCKET_BYTES, iter_hf_tensors
+
+DEFAULT_SHARD_BYTES = 5 * 1000**3
+CARRIED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def export_hf(
+    chunks: Sequence[torch.nn.Module],
+    spec: ModelSpec,
+    layout: Layout,
+    out_dir: str | Path,
+    *,
+    source_hf_dir: str | Path,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    max_bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    rank: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write the model to the new directory `out_dir`. Collective; the first rank writes, and all fail if one does.
+
+    Config, tokenizer and chat template are those of `source_hf_dir`. `dtype` defaults to the type of that checkpoint.
+    The files are written to a hidden directory beside `out_dir` that takes its name when it is whole, so that an
+    interrupted export is never taken for a finished one. When this returns, on any rank, the directory is there.
+    Weights whose all-gather is pending in an optimizer must be brought up to date by the caller first.
+
+    Raises:
+        UserError: `out_dir` is not empty, files are missing from `source_hf_dir`, a parameter does not fit the layout,
+            or another rank stopped.
+        OSError: the disk is full or cannot be written.
+    """
+    out = Path(out_dir)
+    if rank is None:
+        rank = dist.get_rank(group) if dist.is_initialized() else 0
+    dtype = dtype or getattr(torch, spec.torch_dtype)
+    tensors = parameter_map(spec).hf_tensors()
+    partial: Path | None = None
+    writer: SafetensorsWriter | None = None
+    with ExitStack() as cleanup:
+        with agree(f"preparing the export to {out}", group=group):
+            parameters = global_parameters(chunks, spec, layout, rank)
+            if rank == 0:
+                _check_place(out, Path(source_hf_dir))
+                partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.partial-"))
+                cleanup.callback(shutil.rmtree, partial, ignore_errors=True)
+                _carry_files(Path(source_hf_dir), partial, dtype)
+                writer = cleanup.enter_context(SafetensorsWriter(partial, tensors, dtype, max_shard_bytes))
+        buckets = cleanup.enter_context(
+            closing(
+                iter_hf_tensors(parameters, spec, layout, rank, dtype=dtype, group=group, max_bytes=max_bucket_bytes)
+            )
+        )
+        for bucket in buckets:
+            for name, value in bucket.items():
+                if writer is not None and value is not None:
+                    writer.write(name, value)
+        with agree(f"writing {out}", group=group):
+            if writer is not None and partial is not None:
+                writer.close()
+                _publish(partial, out)
+
+
+def _check_place(out: Path, source: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not an empty directory; choose another place for the export")
+    if not (source / "config.json").is_file():
+        raise UserError(f"{source} has no config.json to copy into the export")
+    out.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _carry_files(source: Path, partial: Path, dtype: torch.dtype) -> None:
+    for name in CARRIED_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, partial / name)
+    path = partial / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    stored = str(dtype).removeprefix("torch.")
+    names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
+    if any(config.get(name) != stored for name in names):
+        config.update(dict.fromkeys(names, stored))
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _publish(partial: Path, out: Path) -> None:
+    partial.chmod(0o755)
+    for path in partial.iterdir():
+        _sync(path)
+    _sync(partial)
+    partial.rename(out)
+    _sync(out.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
