@@ -1,0 +1,106 @@
+"""One resident worker: runs calls that arrive on its pipe, keeps its process groups, and dies with its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import inspect
+import os
+import signal
+import sys
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from moe_asyncrl.models.layout import Layout
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Call:
+    """One function to run on each rank, within the process groups of a layout."""
+
+    target: str
+    """`package.module:function`."""
+    kwargs: dict[str, Any]
+    rank: int
+    world_size: int
+    store: tuple[str, int]
+    """Host and port of the store at which the ranks meet."""
+    meeting: str
+    """The same for all calls that may share process groups; a new one makes the workers form them anew."""
+    layout: Layout
+    seed: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker sends back: a result, or the text of what it raised."""
+
+    result: Any = None
+    error: str = ""
+
+
+@dataclass
+class Groups:
+    """The process groups of a worker, and the meeting at which they were formed."""
+
+    meeting: str = ""
+    runtime: Any = field(default=None)
+
+    def enter(self, call: Call) -> None:
+        """Form the groups that a call needs, or keep those that are there."""
+        import torch.distributed as dist
+
+        from moe_asyncrl.train.parallel import ParallelRuntime
+        from tests.pool.machine import CPU
+
+        if call.meeting != self.meeting:
+            if self.runtime is not None:
+                self.runtime.close()
+            store = dist.PrefixStore(call.meeting, dist.TCPStore(*call.store, is_master=False))
+            self.runtime = ParallelRuntime(
+                CPU, rank=call.rank, world_size=call.world_size, store=store, timeout_s=call.timeout_s
+            )
+            self.meeting = call.meeting
+        self.runtime.setup(call.layout, seed=call.seed)
+
+
+def run_call(call: Call, groups: Groups) -> Answer:
+    """Run one call; whatever it raises becomes text, since an exception may not survive the pipe."""
+    try:
+        groups.enter(call)
+        module, _, function = call.target.partition(":")
+        job = getattr(importlib.import_module(module), function)
+        given = {"layout": call.layout} if "layout" in inspect.signature(job).parameters else {}
+        return Answer(result=job(**given, **call.kwargs))
+    except Exception:
+        groups.meeting = ""  # the other ranks may be anywhere inside a collective
+        return Answer(error=traceback.format_exc())
+
+
+def serve(pipe: Connection, log_path: str) -> None:
+    """Answer calls until the pipe closes. All output goes to `log_path`; SIGUSR1 adds all stacks to it."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = sys.stderr = open(log, "w", buffering=1)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)
+    groups = Groups()
+    while True:
+        try:
+            call = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        answer = run_call(call, groups)
+        try:
+            pipe.send(answer)
+        except (BrokenPipeError, ConnectionResetError):
+            os._exit(0)
+        except Exception as error:  # a result that cannot travel
+            pipe.send(Answer(error=f"the result of {call.target} cannot be sent: {error!r}"))
