@@ -1,0 +1,185 @@
+"""The one command, `moe-asyncrl`. Every import that is not needed for `--help` stands inside its subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from moe_asyncrl.data.errors import UserError
+
+ROLES = ("trainer", "engine", "rollout", "buffer")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line. Each subcommand's function is in `call`."""
+    top = argparse.ArgumentParser(
+        prog="moe-asyncrl", description="Asynchronous reinforcement learning for mixture-of-experts language models."
+    )
+    sub = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, call: Callable[[argparse.Namespace], int], help_text: str) -> argparse.ArgumentParser:
+        p = sub.add_parser(name, help=help_text, description=help_text)
+        p.set_defaults(call=call)
+        return p
+
+    p = add("run", _run, "Run a recipe on this machine.")
+    p.add_argument("recipe", help="YAML file; see `moe-asyncrl config schema`")
+    p.add_argument("overrides", nargs="*", metavar="section.field=value")
+
+    p = add("demo", _demo, "A tiny mixture-of-experts model learns arithmetic, asynchronously, on this machine.")
+    p.add_argument("overrides", nargs="*", metavar="section.field=value")
+
+    p = add("tiny-model", _tiny_model, "Write a small random HF checkpoint.")
+    p.add_argument("out", help="directory to make")
+    p.add_argument("--family", default="qwen3_moe", choices=("qwen3_moe", "qwen3"))
+    p.add_argument("--seed", type=int, default=0)
+
+    p = add("eval", _eval, "Greedy accuracy of an HF checkpoint on a prompt file.")
+    p.add_argument("recipe", help="YAML file whose model, data.eval, engine and reward are used")
+    p.add_argument("overrides", nargs="*", metavar="section.field=value")
+
+    p = add("export", _export, "Write a trainer checkpoint as an HF directory.")
+    p.add_argument("run", help="run folder, for example runs/latest")
+    p.add_argument("out", help="directory to make")
+    p.add_argument("--step", type=int, help="checkpoint to take (default: the newest complete one)")
+
+    p = add("role", _role, "Run one role of a run (what `run` and Slurm start).")
+    p.add_argument("role", choices=ROLES)
+    p.add_argument("--run", required=True, metavar="DIR", help="run folder")
+    p.add_argument("--index", type=int, default=0, help="which engine, rollout worker or trainer rank")
+    p.add_argument("--parent", type=int, help="process whose death ends this one")
+
+    p = add("config", _config, "Show a resolved recipe, or the schema of recipes.")
+    p.add_argument("what", choices=("show", "schema"))
+    p.add_argument("recipe", nargs="?", help="YAML file (for `show`)")
+    p.add_argument("overrides", nargs="*", metavar="section.field=value")
+    p.add_argument("--json", action="store_true", help="JSON Schema instead of text (for `schema`)")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    args = parser().parse_args(argv)
+    from moe_asyncrl.config.load import RecipeError
+
+    try:
+        return int(args.call(args))
+    except (UserError, RecipeError) as error:
+        print(f"moe-asyncrl: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 1
+
+
+def _run(args: argparse.Namespace) -> int:
+    from moe_asyncrl.config.load import load_recipe
+
+    return _supervise(load_recipe(args.recipe, args.overrides))
+
+
+def _supervise(recipe: object) -> int:
+    from moe_asyncrl.cluster.run_setup import absolute, create_run_folder, find_resumable, preflight
+    from moe_asyncrl.cluster.supervisor import Supervisor
+    from moe_asyncrl.config.recipe import Recipe
+
+    assert isinstance(recipe, Recipe)
+    recipe = absolute(recipe, Path.cwd())
+    preflight(recipe)
+    folder = find_resumable(recipe) if recipe.run.resume else create_run_folder(recipe)
+    summary = Supervisor(folder, recipe).run()
+    print(_closing(summary, folder.path), flush=True)
+    if summary.status == "failed":
+        print(f"moe-asyncrl: {summary.error}", file=sys.stderr)
+    return {"ok": 0, "stopped": 130}.get(summary.status, 1)
+
+
+def _closing(summary: object, path: Path) -> str:
+    from moe_asyncrl.telemetry.summary import Summary
+
+    assert isinstance(summary, Summary)
+    parts = [f"{summary.status}: {summary.steps} steps in {summary.seconds:.0f} s"]
+    if summary.accuracy_before is not None and summary.accuracy_after is not None:
+        parts.append(f"accuracy {summary.accuracy_before:.3f} -> {summary.accuracy_after:.3f}")
+    for name, value, form in (
+        ("weight versions", summary.weight_versions, "d"),
+        ("replay coverage", summary.replay_coverage, ".4f"),
+        ("overlap", summary.overlap, ".2f"),
+        ("KL with replay", summary.kl_replay, ".2e"),
+        ("without", summary.kl_live, ".2e"),
+    ):
+        if value is not None:
+            parts.append(f"{name} {value:{form}}")
+    return ", ".join(parts) + f"\n{path / 'summary.json'}"
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from moe_asyncrl.cluster.demo import demo_recipe
+
+    return _supervise(demo_recipe(args.overrides))
+
+
+def _tiny_model(args: argparse.Namespace) -> int:
+    from moe_asyncrl.models.tiny import make_tiny_model
+
+    make_tiny_model(Path(args.out), args.family, args.seed)
+    print(args.out)
+    return 0
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from moe_asyncrl.cluster.evaluate import evaluate_recipe
+    from moe_asyncrl.config.load import load_recipe
+
+    print(evaluate_recipe(load_recipe(args.recipe, args.overrides)))
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from moe_asyncrl.cluster.export import export_run
+
+    print(export_run(args.run, args.out, step=args.step))
+    return 0
+
+
+def _role(args: argparse.Namespace) -> int:
+    from moe_asyncrl.cluster.roles import run_role
+
+    if args.parent is not None:
+        die_with(args.parent)
+    return run_role(args.role, args.run, args.index)
+
+
+def _config(args: argparse.Namespace) -> int:
+    if args.what == "schema":
+        import json
+
+        from moe_asyncrl.config.schema import json_schema, reference
+
+        print(json.dumps(json_schema(), indent=2) if args.json else reference(), end="\n" if args.json else "")
+        return 0
+    from moe_asyncrl.config.load import dump_recipe, load_recipe
+
+    if args.recipe is None:
+        raise UserError("config show: name a recipe file")
+    print(dump_recipe(load_recipe(args.recipe, args.overrides)), end="")
+    return 0
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when `parent` dies (Linux), and go at once if it is dead already."""
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""One role as a child process: its own session and log, stopped whole, its last words kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from moe_asyncrl.telemetry.run_folder import RunFolder
+
+
+@dataclasses.dataclass
+class RoleProcess:
+    """A running (or ended) role."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    error_file: Path
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self.process.poll()
+
+    def error(self) -> str:
+        """Why it ended, in one line: its own last word if it left one, else how it ended and its last log line."""
+        if self.error_file.exists():
+            return f"{self.name}: {self.error_file.read_text(encoding='utf-8').strip()}"
+        code = self.exit_code
+        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with {code}"
+        last = last_line(self.log)
+        return f"{self.name} {how}; see {self.log}" + (f" (last line: {last})" if last else "")
+
+
+def last_line(path: Path, limit: int = 200) -> str:
+    """The last line of a log that says something, cut to `limit` characters."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as f:
+        f.seek(max(0, path.stat().st_size - 8192))
+        lines = [line.strip() for line in f.read().decode("utf-8", "replace").splitlines() if line.strip()]
+    return lines[-1][:limit] if lines else ""
+
+
+def start_role(
+    folder: RunFolder, role: str, index: int | None = None, *, extra_env: dict[str, str] | None = None
+) -> RoleProcess:
+    """Start `moe-asyncrl role ROLE` for the run, tied to this process's life."""
+    name = role if index is None else f"{role}-{index}"
+    log = folder.log_path(name)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "moe_asyncrl.cli", "role", role, "--run", str(folder.path)]
+    command += ["--parent", str(os.getpid())]
+    if index is not None:
+        command += ["--index", str(index)]
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **(extra_env or {})},
+        )
+    return RoleProcess(name, process, log, error_file(folder, name))
+
+
+def error_file(folder: RunFolder, name: str) -> Path:
+    """Where a role leaves the one line that says why it failed."""
+    return folder.logs / f"{name}.error"
+
+
+def stop_roles(roles: list[RoleProcess], *, grace_s: float) -> None:
+    """SIGTERM, up to `grace_s` for all of them together, then SIGKILL for what is left and all of its descendants."""
+    descendants = {r.name: _descendants(r.process.pid) for r in roles if r.exit_code is None}
+    for r in roles:
+        if r.exit_code is None:
+            _signal(r.process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and any(r.exit_code is None for r in roles):
+        time.sleep(0.05)
+    for r in roles:
+        if r.exit_code is None:
+            r.process.kill()
+            r.process.wait(timeout=30)
+    for family in descendants.values():
+        for child in family:
+            if child.is_running():
+                _signal(child.pid, signal.SIGKILL)
+
+
+def wait_all(roles: list[RoleProcess], deadline_s: float) -> bool:
+    """True if all ended in time."""
+    deadline = time.monotonic() + deadline_s
+    while any(r.exit_code is None for r in roles):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass

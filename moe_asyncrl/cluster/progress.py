@@ -1,0 +1,75 @@
+"""Plain progress lines from the run folder. Reads files only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_asyncrl.telemetry.jsonl import JsonlTail
+from moe_asyncrl.telemetry.run_folder import RunFolder
+
+
+class Progress:
+    """Turns new metrics into lines to print."""
+
+    def __init__(self, folder: RunFolder, total_steps: int) -> None:
+        self._tail = JsonlTail(folder.metrics_path)
+        self._total = total_steps
+        self._rollout: dict[str, Any] = {}
+        self._probe: dict[str, Any] = {}
+        self._accuracy: float | None = None
+        self._pace: float | None = None
+        self._last: float | None = None
+
+    def lines(self) -> list[str]:
+        """Lines for what was recorded since the last call."""
+        return [line for m in self._tail.read() if (line := self._line(m))]
+
+    def _line(self, m: dict[str, Any]) -> str | None:
+        kind = m.get("kind")
+        if kind == "rollout":
+            self._rollout = m
+        elif kind == "probe":
+            self._probe = m
+        elif kind == "eval":
+            self._accuracy = float(m["accuracy"])
+            return f"eval    version {m['version']:>4}  accuracy {m['accuracy']:.3f} on {m['n']} prompts"
+        elif kind == "warmup":
+            return f"warm-up step {m['step']:>4}/{m['of']}  loss {m['loss']:.4f}"
+        elif kind == "step":
+            return self._step(m)
+        return None
+
+    def _step(self, m: dict[str, Any]) -> str:
+        now = float(m["time"])
+        if self._last is not None:
+            took = now - self._last
+            self._pace = took if self._pace is None else 0.9 * self._pace + 0.1 * took
+        self._last = now
+        parts = [f"step {m['step']:>4}/{self._total}"]
+        for label, value, form in (
+            ("reward", m.get("reward"), ".3f"),
+            ("loss", m.get("loss") if m.get("reward") is None else None, ".4f"),
+            ("accuracy", self._accuracy, ".3f"),
+            ("train tok/s", m.get("trained_tokens_per_s"), ",.0f"),
+            ("sample tok/s", self._rollout.get("sampled_tokens_per_s"), ",.0f"),
+            ("staleness", m.get("staleness_mean"), ".2f"),
+        ):
+            if value is not None:
+                parts.append(f"{label} {value:{form}}")
+        if m.get("buffer_held") is not None:
+            parts.append(f"buffer {m['buffer_held']}/{m['buffer_capacity']}")
+        if m.get("coverage") is not None:
+            parts.append(f"coverage {m['coverage']:.3f} flips {m['flip_rate']:.4f}")
+        if self._probe:
+            parts.append(f"KL {self._probe['kl_replay']:.1e} (live {self._probe['kl_live']:.1e})")
+        if self._pace is not None:
+            parts.append(f"ETA {duration(self._pace * (self._total - int(m['step'])))}")
+        return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """`75` -> `1m15s`."""
+    whole = round(max(0.0, seconds))
+    hours, rest = divmod(whole, 3600)
+    minutes, secs = divmod(rest, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{secs:02d}s" if minutes else f"{secs}s"

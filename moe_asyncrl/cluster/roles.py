@@ -1,0 +1,43 @@
+"""Role name -> the code that runs it. What a role says when it fails goes into its error file, one line."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import logging
+import signal
+import sys
+import time
+import traceback
+
+from moe_asyncrl.cluster.process import error_file
+from moe_asyncrl.cluster.run_setup import open_run
+from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.telemetry.run_folder import write_atomic
+
+MODULES = {
+    "buffer": "moe_asyncrl.buffer.role",
+    "engine": "moe_asyncrl.engine.role",
+    "rollout": "moe_asyncrl.rollout.role",
+    "trainer": "moe_asyncrl.train.role",
+}
+
+
+def run_role(role: str, run: str, index: int) -> int:
+    """Run one role until it ends. Returns its exit code; a failure leaves one line in the role's error file."""
+    folder, recipe = open_run(run)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.Formatter.converter = time.gmtime
+    name = role if role == "buffer" else f"{role}-{index}"
+    try:
+        return int(importlib.import_module(MODULES[role]).run(folder, recipe, index))
+    except Exception as error:
+        if not isinstance(error, UserError):
+            traceback.print_exc()
+        text = " ".join(str(error).split()) or "no message"
+        line = text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+        print(f"moe-asyncrl role {role}: {line}", file=sys.stderr, flush=True)
+        write_atomic(error_file(folder, name), line[:2000].encode())
+        return 1

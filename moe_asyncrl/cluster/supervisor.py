@@ -1,0 +1,207 @@
+"""`moe-asyncrl run` on one machine: start the roles, watch them, end the run, leave nothing behind."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from moe_asyncrl.cluster.process import RoleProcess, start_role, stop_roles, wait_all
+from moe_asyncrl.cluster.progress import Progress, duration
+from moe_asyncrl.config.recipe import Recipe
+from moe_asyncrl.data.messages import Counters, RunState
+from moe_asyncrl.telemetry.run_folder import RunFolder
+from moe_asyncrl.telemetry.summary import Summary, TrajectoryCounts, summarize
+
+Outcome = Literal["ok", "failed", "stopped"]
+
+TICK_S = 0.2
+TRAINER_STOP_S = 120.0
+"""A step, a checkpoint."""
+FINAL_EVAL_S = 600.0
+ROLE_STOP_S = 20.0
+
+
+class Supervisor:
+    """Owns the role processes of one run."""
+
+    def __init__(self, folder: RunFolder, recipe: Recipe, *, say: Callable[[str], None] | None = None) -> None:
+        self.folder = folder
+        self.recipe = recipe
+        self.buffer: RoleProcess | None = None
+        self.engines: list[RoleProcess] = []
+        self.trainers: list[RoleProcess] = []
+        self.rollouts: list[RoleProcess] = []
+        self._say = say if say is not None else _print
+        self._interrupted = 0
+        self._lost: set[str] = set()
+
+    def run(self) -> Summary:
+        """Run to the end. Returns the summary that was written; raises nothing that a role did wrong."""
+        started = time.time()
+        clock = time.monotonic()
+        for old in self.folder.logs.glob("*.error"):
+            old.unlink()
+        handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        outcome: Outcome = "failed"
+        error: str | None = None
+        try:
+            self._start()
+            outcome, error = self._watch()
+        finally:
+            if outcome == "failed" and error is None:
+                error = "the supervisor itself failed; its traceback is above"
+            state = self._final_state()
+            self._stop_everything()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            summary = summarize(
+                self.folder,
+                status=outcome,
+                error=error,
+                seconds=time.monotonic() - clock,
+                counts=_counts(state),
+                since=started,
+            )
+            self.folder.write_json(self.folder.summary, summary)
+        return summary
+
+    # --- start ---------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        r = self.recipe
+        reinforcement = r.algorithm.objective == "grpo"
+        self._say(f"run {self.folder.path}")
+        self.buffer = start_role(self.folder, "buffer")
+        if reinforcement:
+            self.engines = [start_role(self.folder, "engine", i) for i in range(r.engine.count)]
+        t = r.trainer
+        world = t.tp * t.pp * t.cp * t.dp
+        port = free_port()
+        self.trainers = [
+            start_role(
+                self.folder,
+                "trainer",
+                rank,
+                extra_env={
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(world),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "OMP_NUM_THREADS": str(t.threads),
+                },
+            )
+            for rank in range(world)
+        ]
+        if reinforcement:
+            self.rollouts = [start_role(self.folder, "rollout", 0)]
+
+    # --- watch ---------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> tuple[Outcome, str | None]:
+        """Follow the run until it ends; (outcome, error)."""
+        progress = Progress(self.folder, self.recipe.run.steps)
+        trainers_done_at: float | None = None
+        while True:
+            for line in progress.lines():
+                self._say(line)
+            if self._interrupted:
+                return self._stop_on_request()
+            error = self._first_failure()
+            if error is not None:
+                return "failed", error
+            if all(t.exit_code == 0 for t in self.trainers):
+                trainers_done_at = trainers_done_at if trainers_done_at is not None else time.monotonic()
+                if all(r.exit_code == 0 for r in self.rollouts):
+                    for line in progress.lines():
+                        self._say(line)
+                    return "ok", None
+                if time.monotonic() - trainers_done_at > FINAL_EVAL_S:
+                    return "failed", f"the final evaluation did not end within {duration(FINAL_EVAL_S)}"
+            time.sleep(TICK_S)
+
+    def _first_failure(self) -> str | None:
+        """Why the run cannot go on, or None. A lost engine is no reason while another one is alive."""
+        assert self.buffer is not None
+        ended = [t for t in self.trainers if t.exit_code not in (None, 0)]
+        if ended:
+            # Ranks fall one after another; the one that left a word of its own knows why.
+            wait_all(self.trainers, 2.0)
+            ended = [t for t in self.trainers if t.exit_code not in (None, 0)]
+            named = [t for t in ended if t.error_file.exists()]
+            killed = [t for t in ended if (t.exit_code or 0) < 0]
+            return self._with_engine((killed or named or ended)[0].error())
+        for role in self.rollouts:
+            if role.exit_code not in (None, 0):
+                return self._with_engine(role.error())
+        if self.buffer.exit_code is not None:
+            return self.buffer.error()
+        dead = [e for e in self.engines if e.exit_code is not None]
+        for e in dead:
+            if e.name not in self._lost:
+                self._lost.add(e.name)
+                self._say(f"lost: {e.error()}")
+        if dead and len(dead) == len(self.engines):
+            return dead[-1].error()
+        return None
+
+    def _with_engine(self, error: str) -> str:
+        """A trainer or rollout that fails because the last engine died should say so."""
+        if self.engines and wait_all(self.engines, 0.0):
+            return self.engines[-1].error()
+        return error
+
+    def _stop_on_request(self) -> tuple[Outcome, str | None]:
+        self._say("stopping: the trainer finishes its step and writes a checkpoint (interrupt again to stop at once)")
+        for t in self.trainers:
+            if t.exit_code is None:
+                t.process.terminate()
+        deadline = time.monotonic() + TRAINER_STOP_S
+        while any(t.exit_code is None for t in self.trainers):
+            if self._interrupted > 1:
+                return "stopped", "interrupted twice: stopped at once, without a checkpoint"
+            if time.monotonic() > deadline:
+                return "failed", f"the trainer did not stop within {duration(TRAINER_STOP_S)}"
+            time.sleep(0.05)
+        bad = [t for t in self.trainers if t.exit_code != 0]
+        return ("failed", bad[0].error()) if bad else ("stopped", None)
+
+    # --- end -----------------------------------------------------------------------------------------------------
+
+    def _final_state(self) -> RunState | None:
+        """The run's state for the account, while the buffer still answers."""
+        if self.buffer is None or self.buffer.exit_code is not None:
+            return None
+        from moe_asyncrl.cluster.state import get_state
+
+        return get_state(self.folder, deadline_s=3.0)
+
+    def _stop_everything(self) -> None:
+        stop_roles(self.rollouts + self.trainers, grace_s=ROLE_STOP_S)
+        stop_roles(self.engines, grace_s=ROLE_STOP_S)
+        stop_roles([self.buffer] if self.buffer else [], grace_s=ROLE_STOP_S)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._interrupted += 1
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _counts(state: RunState | None) -> TrajectoryCounts:
+    c = state.counters if state is not None else Counters()
+    return TrajectoryCounts(
+        sampled=c.sampled, trained=c.trained, stale=c.stale, filtered=c.filtered, failed=c.failed
+    )
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stdout, flush=True)
