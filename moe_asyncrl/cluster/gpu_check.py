@@ -50,7 +50,11 @@ class Result:
     seconds: float = 0.0
 
 
-_TRAIN, _WEIGHTS, _ENGINE = "moe_asyncrl.train.gpu_paths", "moe_asyncrl.weights.gpu_paths", "moe_asyncrl.engine.gpu_paths"
+_TRAIN, _WEIGHTS, _ENGINE = (
+    "moe_asyncrl.train.gpu_paths",
+    "moe_asyncrl.weights.gpu_paths",
+    "moe_asyncrl.engine.gpu_paths",
+)
 # The deadlines add up to less than ten minutes: that is the promise of `make gpu-check`.
 PATHS: tuple[GpuPath, ...] = (
     GpuPath(name="te-layers", check=f"{_TRAIN}:te_layers", needs=("transformer_engine",), deadline_s=70),

@@ -198,9 +198,7 @@ def free_port() -> int:
 
 def _counts(state: RunState | None) -> TrajectoryCounts:
     c = state.counters if state is not None else Counters()
-    return TrajectoryCounts(
-        sampled=c.sampled, trained=c.trained, stale=c.stale, filtered=c.filtered, failed=c.failed
-    )
+    return TrajectoryCounts(sampled=c.sampled, trained=c.trained, stale=c.stale, filtered=c.filtered, failed=c.failed)
 
 
 def _print(line: str) -> None:

@@ -36,7 +36,7 @@ def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def overlap(busy: Iterable[tuple[float, float]], inside: Iterable[tuple[float, float]]) -> float | None:
-    """Seconds of `inside` during which something of `busy` ran, over the seconds of `inside`; None if there are none."""
+    """Seconds of `inside` in which something of `busy` ran, over the seconds of `inside`; None if there are none."""
     a, b = union(busy), union(inside)
     total = sum(end - start for start, end in b)
     if total <= 0:
