@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from moe_asyncrl.config.load import load_recipe
 from moe_asyncrl.config.recipe import Recipe
@@ -12,7 +13,7 @@ from moe_asyncrl.data.errors import UserError
 
 NUMBERS_BELOW = 100
 HELD_OUT = 200
-MODEL_SHAPE = {
+MODEL_SHAPE: dict[str, Any] = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -22,6 +23,8 @@ MODEL_SHAPE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 128,
     "intermediate_size": 256,
+    "max_position_embeddings": 1024,
+    "alphabet": "ascii",
 }
 """1.8 million parameters, about a third of them active: small enough for two cores, a real mixture of experts."""
 

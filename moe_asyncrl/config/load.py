@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"{file}:{mark.line + 1}" if mark else str(file)
-        raise RecipeError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        place = f"{file}:{mark.line + 1}" if mark else str(file)
+        raise RecipeError(f"{place}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
     if not isinstance(data, dict):
         raise RecipeError(f"{file}: expected sections (model:, data:, ...), found {type(data).__name__}")
     lines = _lines(root)
@@ -78,7 +78,7 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(msgspec.to_builtins(recipe), sort_keys=False, allow_unicode=True)
 
 
-def _convert(data: dict[str, Any], where: Any) -> Recipe:
+def _convert(data: dict[str, Any], where: Callable[[str], str]) -> Recipe:
     try:
         # YAML 1.1 reads 1e-6 as text; lenient conversion takes it as the number it is.
         recipe = msgspec.convert(data, Recipe, strict=False)
@@ -91,7 +91,7 @@ def _convert(data: dict[str, Any], where: Any) -> Recipe:
     return recipe
 
 
-def _explain(message: str, data: dict[str, Any], where: Any) -> str:
+def _explain(message: str, data: dict[str, Any], where: Callable[[str], str]) -> str:
     what, _, at = message.partition(" - at `$")
     field = at.rstrip("`").lstrip(".")
     unknown = re.search(r"unknown field `(.*)`", what)
