@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 FACTORIES = (
-    "tensor zeros ones empty full rand randn randint arange as_tensor linspace eye zeros_like ones_like empty_like "
-    "full_like empty_strided load"
-).split()
+    *("tensor", "zeros", "ones", "empty", "full", "rand", "randn", "randint", "arange", "as_tensor", "linspace", "eye"),
+    *("zeros_like", "ones_like", "empty_like", "full_like", "empty_strided", "load"),
+)
 
 
 class Proxy(types.ModuleType):

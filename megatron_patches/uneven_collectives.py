@@ -16,6 +16,9 @@ from megatron_patches.patch import Patch
 from moe_asyncrl.config.capability import process_group_backend
 
 
+Sizes = Sequence[int] | None
+
+
 def _mend(module: ModuleType) -> None:
     import torch
     import torch.distributed as dist
@@ -24,7 +27,7 @@ def _mend(module: ModuleType) -> None:
     reduce_scatter_even = module._reduce_scatter_along_first_dim
 
     def gather(
-        input_: torch.Tensor, group: Any, output_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+        input_: torch.Tensor, group: Any, output_split_sizes: Sizes = None, use_global_buffer: bool = False
     ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return gather_even(input_, group, None, use_global_buffer)  # type: ignore[no-any-return]
@@ -37,7 +40,7 @@ def _mend(module: ModuleType) -> None:
         return torch.cat([gathered[i * longest : i * longest + size] for i, size in enumerate(sizes)])
 
     def reduce_scatter(
-        input_: torch.Tensor, group: Any, input_split_sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+        input_: torch.Tensor, group: Any, input_split_sizes: Sizes = None, use_global_buffer: bool = False
     ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter_even(input_, group, None, use_global_buffer)  # type: ignore[no-any-return]

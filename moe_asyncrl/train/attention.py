@@ -5,7 +5,7 @@ Built on `torch.nn.functional.scaled_dot_product_attention`.
 
 Packed sequences are short and many, so they are attended to in padded batches of similar lengths
 (`moe_asyncrl.train.packed_batches`). Padding stands at the end of a sequence, where causality already hides it from
-every real token: the result is that of one call a sequence, and no mask is ever built.
+every real token: the result is that of one call a sequence, and no mask is built without context parallelism.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
-from moe_asyncrl.train.packed_batches import PackedBatches
+from moe_asyncrl.train.packed_batches import PackedBatches, zigzag
 
 
 class PortableAttention(MegatronModule):  # type: ignore[misc]
@@ -89,8 +89,9 @@ class PortableAttention(MegatronModule):  # type: ignore[misc]
         size, rank = self.cp_group.size(), self.cp_group.rank()
         if size > 1:
             length = query.shape[0]
-            own = zigzag_positions(length, rank, size).to(query.device)
-            everyone = torch.cat([zigzag_positions(length, other, size) for other in range(size)]).to(query.device)
+            column = torch.arange(length, device=query.device)
+            own = zigzag(column, length, rank, size)
+            everyone = torch.cat([zigzag(column, length, other, size) for other in range(size)])
             key, value = gather_sequence(key, self.cp_group), gather_sequence(value, self.cp_group)
             allowed = everyone[None] <= own[:, None]
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -98,19 +99,22 @@ class PortableAttention(MegatronModule):  # type: ignore[misc]
 
     def _packed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any) -> torch.Tensor:
         size, rank = self.cp_group.size(), self.cp_group.rank()
-        batches = PackedBatches.of(packed, size, rank, query.device)
+        width = query.shape[1] * query.shape[2]
+        plan = PackedBatches.of(packed, width, size, rank, query.device)
         if size > 1:
             key, value = gather_sequence(key, self.cp_group), gather_sequence(value, self.cp_group)
+        rows = [batch.rows * batch.length for batch in plan.batches]
+        queries = query.index_select(0, plan.queries).split(rows)
+        keys, values = (x.index_select(0, plan.keys).split([n * size for n in rows]) for x in (key, value))
         parts = []
-        for batch in batches.batches:
-            # [rows, length, heads, d] to [rows, heads, length, d]; padding repeats some token, which nobody reads.
-            q, k, v = (rows_of(x, index).transpose(1, 2) for x, index in zip((query, key, value), batch.indices, strict=True))
+        for batch, *flat in zip(plan.batches, queries, keys, values, strict=True):
+            # [rows * length, heads, d] to [rows, heads, length, d]
+            q, k, v = (x.unflatten(0, (batch.rows, -1)).transpose(1, 2) for x in flat)
             allowed = None
-            if batch.query_positions is not None:
+            if batch.query_positions is not None and batch.key_positions is not None:
                 allowed = batch.key_positions[:, None, None, :] <= batch.query_positions[:, None, :, None]
-            attended = self._attend(q, k, v, allowed).transpose(1, 2)
-            parts.append(attended.flatten(0, 1).index_select(0, batch.real))
-        return torch.cat(parts).index_select(0, batches.order)
+            parts.append(self._attend(q, k, v, allowed).transpose(1, 2).flatten(0, 1))
+        return torch.cat(parts).index_select(0, plan.order)
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -133,18 +137,3 @@ class _GatherSequence(torch.autograd.Function):
 def gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
     """[length, ...] of each rank to [size * length, ...] in rank order, differentiable."""
     return _GatherSequence.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def zigzag_positions(length: int, rank: int, size: int) -> torch.Tensor:
-    """Global positions of a context-parallel rank's `length` tokens of one sequence, int64 [length].
-
-    The sequence is cut into 2 * size parts; a rank holds part `rank` and its mirror image.
-    """
-    half = length // 2
-    first = torch.arange(rank * half, (rank + 1) * half)
-    return torch.cat([first, torch.arange((2 * size - rank - 1) * half, (2 * size - rank) * half)])
-
-
-def rows_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """x[index] for an index [rows, length] into dimension 0; on the CPU its gradient is several times faster."""
-    return x.index_select(0, index.flatten()).unflatten(0, index.shape)

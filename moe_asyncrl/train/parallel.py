@@ -58,7 +58,7 @@ class ParallelRuntime:
             store = dist.TCPStore(host, port, world_size, rank == 0, timedelta(seconds=timeout_s))
         except (RuntimeError, dist.DistError) as error:
             raise DeadlineExceeded(
-                f"trainer rank {rank}: no meeting of {world_size} ranks at {host}:{port} within {timeout_s:g} s ({error})"
+                f"trainer rank {rank}: {world_size} ranks did not meet at {host}:{port} within {timeout_s:g} s ({error})"
             ) from error
         return cls(capabilities, rank=rank, world_size=world_size, store=store, timeout_s=timeout_s)
 

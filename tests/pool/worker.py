@@ -89,7 +89,7 @@ def serve(pipe: Connection, log_path: str) -> None:
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.stdout = sys.stderr = open(log, "w", buffering=1)
+    sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115  the process's own output, open to its end
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)
     groups = Groups()
     while True:
