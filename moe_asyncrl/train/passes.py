@@ -1,0 +1,198 @@
+"""Forward and backward passes over packed micro-batches, on any layout, by Megatron-Core's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.models.layout import Layout
+from moe_asyncrl.models.spec import ModelSpec
+from moe_asyncrl.replay.controller import Mode, ReplayController, ReplayStats
+from moe_asyncrl.replay.rows import Owner, ReplayMismatch, sequence_parallel_slice
+from moe_asyncrl.train.batch import MicroBatch, RouterShape
+
+LossOf = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Any]]]
+"""Logits [1, n, V / tp] and their micro-batch -> a scalar, and what the caller gets back. Runs on the last stage."""
+
+
+@dataclass(frozen=True)
+class ModelOnRank:
+    """This rank's part of the model, and where it stands."""
+
+    spec: ModelSpec
+    layout: Layout
+    rank: int
+    chunks: list[Any]
+    """`GPTModel`s, unwrapped."""
+    ddp: list[Any]
+    """The same inside Megatron-Core's DistributedDataParallel."""
+    replay: ReplayController | None
+    device: torch.device
+
+    @property
+    def pp_rank(self) -> int:
+        """Pipeline rank."""
+        return self.layout.coordinates(self.rank).pp
+
+    @property
+    def has_first_stage(self) -> bool:
+        """Whether embeddings are here."""
+        return any(chunk.pre_process for chunk in self.chunks)
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether logits come out here."""
+        return any(chunk.post_process for chunk in self.chunks)
+
+    @property
+    def counts(self) -> bool:
+        """True on the one rank of each data-parallel replica whose micro-batch sums are counted."""
+        at = self.layout.coordinates(self.rank)
+        return self.has_last_stage and at.tp == 0 and at.cp == 0
+
+    @property
+    def router_shape(self) -> RouterShape | None:
+        """What routing rows look like; None for a dense model."""
+        s = self.spec
+        if not s.is_moe:
+            return None
+        return RouterShape(layers=s.num_moe_layers, experts=s.num_experts, top_k=s.experts_per_token)
+
+    @property
+    def multiple(self) -> int:
+        """A micro-batch's positions are a multiple of it."""
+        return self.layout.tp
+
+
+def check_supported(layout: Layout) -> None:
+    """Raise `UserError` for a layout that packed micro-batches cannot be cut for."""
+    if layout.cp > 1:
+        raise UserError("trainer.cp above 1: packed micro-batches are not cut for context parallelism yet; set it to 1")
+
+
+def run_passes(
+    model: ModelOnRank,
+    batches: Sequence[MicroBatch],
+    loss_of: LossOf,
+    *,
+    forward_only: bool,
+    mode: Mode = "off",
+    allow_missing: bool = False,
+) -> tuple[list[dict[str, Any]], ReplayStats | None]:
+    """Run all micro-batches; afterwards, unless `forward_only`, gradients are summed over ranks, ready for the optimizer.
+
+    The gradient is that of the sum of all losses over micro-batches and data-parallel ranks: nothing is divided by a
+    number of tokens or micro-batches, since the token weights already did.
+
+    Args:
+        model: this rank's part.
+        batches: as many on every rank.
+        loss_of: called once for each micro-batch on the last pipeline stage.
+        forward_only: no gradients.
+        mode: what routers do with the rows of the micro-batches.
+        allow_missing: route tokens without a row live.
+
+    Returns:
+        What `loss_of` gave for each micro-batch (nothing on other stages), and the replay's counts.
+
+    Raises:
+        ReplayMismatch: rows do not fit, or were not used exactly once.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    replay = model.replay
+    if replay is not None:
+        replay.mode = mode
+    push = None
+    if replay is not None and mode != "off":
+        push = partial(_push, replay, model, backward=not forward_only, allow_missing=allow_missing)
+    if not forward_only:
+        for wrapped in model.ddp:
+            wrapped.zero_grad_buffer()
+    chunks = model.ddp
+    try:
+        reports: list[dict[str, Any]] = get_forward_backward_func()(
+            forward_step_func=partial(_forward_step, push=push, loss_of=loss_of),
+            data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(batches),
+            seq_length=max(b.length for b in batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        stats = replay.finish() if replay is not None and mode != "off" else None
+    except BaseException:
+        if replay is not None:
+            with suppress(ReplayMismatch):
+                replay.finish()  # forget what is queued
+        raise
+    finally:
+        if replay is not None:
+            replay.mode = "off"
+    return reports, stats
+
+
+def _forward_step(
+    batches: Iterator[MicroBatch], model: Any, *, push: Callable[[MicroBatch], None] | None, loss_of: LossOf
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    batch = next(batches)
+    # Chunks of one rank see the same micro-batches in the same order, the first chunk first: so it queues for all.
+    if push is not None and not getattr(model.module, "vp_stage", None):
+        push(batch)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.offsets,
+        cu_seqlens_kv=batch.offsets,
+        max_seqlen_q=batch.longest,
+        max_seqlen_kv=batch.longest,
+    )
+    output = model(batch.tokens, batch.positions, None, packed_seq_params=packed)
+
+    def loss(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        value, report = loss_of(logits, batch)
+        # Megatron divides by the number of tokens that is returned here, unless it is 0.
+        return value, torch.zeros((), dtype=torch.int, device=value.device), report
+
+    return output, loss
+
+
+def _push(
+    replay: ReplayController, model: ModelOnRank, batch: MicroBatch, *, backward: bool, allow_missing: bool
+) -> None:
+    """Queue this rank's slice of a micro-batch's routing rows."""
+    if batch.rows is None or batch.known is None:
+        raise ValueError("a micro-batch without routing rows cannot be replayed")
+    mine = sequence_parallel_slice(batch.length, model.layout.coordinates(model.rank).tp, model.layout.tp)
+    counted = torch.arange(mine.start, mine.stop) < batch.real
+    owners = [
+        Owner(o.name, max(o.start, mine.start) - mine.start, min(o.end, mine.stop) - mine.start)
+        for o in batch.owners
+        if o.end > mine.start and o.start < mine.stop
+    ]
+    replay.push(
+        batch.rows[mine],
+        batch.known[mine],
+        owners,
+        backward=backward,
+        counted=counted,
+        allow_missing=allow_missing,
+    )
+
+
+def set_gradient_reduction(model: ModelOnRank) -> None:
+    """Let Megatron-Core sum gradients over ranks after the last micro-batch, without dividing them by anything."""
+    from megatron.core.distributed import finalize_model_grads
+
+    def summed(chunks: list[Any], _tokens: Any = None, **options: Any) -> None:
+        finalize_model_grads(chunks, None, **options)
+
+    model.chunks[0].config.finalize_model_grads_func = summed
