@@ -51,9 +51,12 @@ class SafetensorsWriter:
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """Write one tensor. Raises ValueError if its shape or dtype is not the announced one, or if it came before."""
-        file, offset, tensor = self._places.pop(name)
+        if name not in self._places:
+            raise ValueError(f"{name} was not announced, or is written twice")
+        file, offset, tensor = self._places[name]
         if tuple(value.shape) != tensor.shape or value.dtype != self._dtype:
             raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}, announced {self._dtype} {tensor.shape}")
+        del self._places[name]
         data = memoryview(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         while data:
             written = os.pwrite(file, data, offset)

@@ -1,0 +1,115 @@
+"""A checkpoint in Megatron-Core computes what it computes in transformers, on every layout, and comes out as it went in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_asyncrl.models.layout import Layout
+from tests.checkpoint.models import changed_copy, make, relative, transformers_logits
+from tests.pool.pool import WorkerPool
+
+TOLERANCE = 1e-4
+CONVERT = "tests.checkpoint.jobs:convert"
+
+SINGLE = Layout()
+EP2 = Layout(dp=2, ep=2)
+PP2 = Layout(pp=2)
+TP2 = Layout(tp=2)
+EP2_PP2 = Layout(dp=2, ep=2, pp=2)
+
+CASES = [
+    ("moe5", SINGLE),
+    ("moe5", EP2),
+    ("moe5", TP2),
+    ("moe4", PP2),
+    ("moe4", EP2_PP2),
+    ("moe4", Layout(tp=2, ep=2)),
+    ("moe4", Layout(tp=2, ep=2, etp=2, dp=2)),
+    ("moe4", Layout(pp=2, vpp=2)),
+    ("moe4tied", EP2_PP2),
+    ("tied", SINGLE),
+    ("tied", PP2),
+    ("tied", TP2),
+    ("tied", Layout(pp=4)),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, np.ndarray[Any, Any]]]:
+    """Directory and transformers' logits of a model, made when first asked for."""
+    root = tmp_path_factory.mktemp("models")
+    made: dict[str, tuple[Path, np.ndarray[Any, Any]]] = {}
+
+    def get(name: str) -> tuple[Path, np.ndarray[Any, Any]]:
+        if name not in made:
+            directory = make(root, name)
+            made[name] = (directory, transformers_logits(directory))
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=[f"{name}-{layout}" for name, layout in CASES])
+def test_logits_equal_transformers_and_the_export_is_the_checkpoint(
+    name: str, layout: Layout, pool: WorkerPool, models: Any, tmp_path: Path
+) -> None:
+    hf_dir, expected = models(name)
+    assert expected.std() > 1
+    results = pool.run(CONVERT, layout=layout, hf_dir=str(hf_dir), out_dir=str(tmp_path / "out"))
+    found = [logits for logits in results if logits is not None]
+    assert len(found) == layout.world_size // layout.pp
+    for logits in found:
+        assert relative(logits, expected) < TOLERANCE
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == {
+        p.name: p.read_bytes() for p in hf_dir.iterdir()
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def swap_experts(tensors: dict[str, torch.Tensor]) -> None:
+    """Experts 0 and 1 of layer 1 change places."""
+    for which in ("gate", "up", "down"):
+        a, b = (f"model.layers.1.mlp.experts.{e}.{which}_proj.weight" for e in (0, 1))
+        tensors[a], tensors[b] = tensors[b], tensors[a]
+
+
+def swap_gate_and_up(tensors: dict[str, torch.Tensor]) -> None:
+    """In one expert of layer 1."""
+    a, b = (f"model.layers.1.mlp.experts.0.{which}_proj.weight" for which in ("gate", "up"))
+    tensors[a], tensors[b] = tensors[b], tensors[a]
+
+
+def transpose_output(tensors: dict[str, torch.Tensor]) -> None:
+    """The attention output of layer 3: square, so that its shape does not tell."""
+    name = "model.layers.3.self_attn.o_proj.weight"
+    assert tensors[name].shape[0] == tensors[name].shape[1]
+    tensors[name] = tensors[name].T
+
+
+def regroup_queries(tensors: dict[str, torch.Tensor]) -> None:
+    """Queries of layer 0 dealt to the key/value groups in turn instead of in runs."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    whole = tensors[name]
+    tensors[name] = whole.view(6, 2, 8, -1).transpose(0, 1).reshape(whole.shape)
+
+
+def swap_norms(tensors: dict[str, torch.Tensor]) -> None:
+    """Query and key norms of layer 0."""
+    a, b = (f"model.layers.0.self_attn.{which}_norm.weight" for which in ("q", "k"))
+    tensors[a], tensors[b] = tensors[b].roll(1), tensors[a].roll(1)
+
+
+@pytest.mark.parametrize("plant", [swap_experts, swap_gate_and_up, transpose_output, regroup_queries, swap_norms])
+def test_a_planted_error_is_seen(
+    plant: Callable[[dict[str, torch.Tensor]], None], pool: WorkerPool, models: Any, tmp_path: Path
+) -> None:
+    hf_dir, expected = models("moe5")
+    planted = changed_copy(hf_dir, tmp_path / "planted", plant)
+    (logits,) = pool.run(CONVERT, layout=SINGLE, hf_dir=str(planted))
+    assert relative(logits, expected) > 100 * TOLERANCE
