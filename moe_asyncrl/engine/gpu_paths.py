@@ -1,0 +1,168 @@
+"""The engine's GPU-only paths as small checks, run by `moe_asyncrl.cluster.gpu_check` in a process of their own.
+
+The same code runs with a CPU engine over gloo, in float32 and with the tolerance that goes with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_asyncrl.config.capability import Capabilities, process_group_backend
+from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.data.trajectory import SamplingParams
+from moe_asyncrl.engine.client import EngineClient
+from moe_asyncrl.engine.command import EngineArgs
+from moe_asyncrl.engine.completion import GenerateRequest, RoutingShape
+from moe_asyncrl.engine.server import Server, free_port
+from moe_asyncrl.models.gpu_reference import next_token_logprobs, save_tiny_model
+from moe_asyncrl.models.layout import Layout
+from moe_asyncrl.models.spec import ModelSpec
+from moe_asyncrl.weights.backend import Transport
+from moe_asyncrl.weights.buckets import Bucket, plan_buckets
+from moe_asyncrl.weights.update import Updater
+
+START_S, CALL_S = 80.0, 20.0
+BUCKET_BYTES = 1 << 20
+BFLOAT16_TOLERANCE, FLOAT32_TOLERANCE = 5e-2, 1e-5
+STALE_FACTOR = 10.0
+"""How many tolerances apart the answers of old and new weights must at least be, or the check shows nothing."""
+
+
+def _dtype(capabilities: Capabilities) -> str:
+    return "bfloat16" if capabilities.cuda else "float32"
+
+
+def _tolerance(capabilities: Capabilities) -> float:
+    """Of the mean absolute difference of log-probabilities: single tokens may route differently in bfloat16."""
+    return BFLOAT16_TOLERANCE if capabilities.cuda else FLOAT32_TOLERANCE
+
+
+def _start(capabilities: Capabilities, folder: Path, gpu: int) -> Server:
+    args = EngineArgs(
+        model=str(folder),
+        port=free_port(),
+        python=sys.executable,
+        dtype=_dtype(capabilities),
+        max_total_tokens=4096,
+        max_running_requests=16,
+        mem_fraction=0.3,
+        weight_version=0,
+        extra_env={"CUDA_VISIBLE_DEVICES": str(gpu)} if capabilities.cuda else {},
+    )
+    return Server.start(args, cpu=not capabilities.cuda, log_path=folder / "engine.log")
+
+
+def _client(server: Server, spec: ModelSpec) -> EngineClient:
+    routing = RoutingShape(moe_layers=spec.moe_layers, top_k=spec.experts_per_token, num_experts=spec.num_experts)
+    return EngineClient(server.url, routing=routing)
+
+
+async def _difference(client: EngineClient, models: Sequence[Any], version: int) -> list[float]:
+    """Mean absolute difference of sampled log-probabilities from each of the transformers models."""
+    prompts = [list(range(3 + i, 20 + 3 * i)) for i in range(4)]
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=24)
+    requests = [
+        GenerateRequest(rid=f"{version}-{i}", input_ids=ids, sampling=sampling, version=version, ignore_eos=True)
+        for i, ids in enumerate(prompts)
+    ]
+    completions = await client.generate(requests, deadline_s=CALL_S)
+    sums, count = [0.0] * len(models), 0
+    for ids, completion in zip(prompts, completions, strict=True):
+        if set(completion.versions.tolist()) != {version}:
+            raise UserError(f"tokens carry versions {sorted(set(completion.versions.tolist()))}, expected {version}")
+        if completion.experts is None or len(completion.experts) != len(ids) + len(completion.output_ids) - 1:
+            raise UserError("the engine returned no routing row for some token")
+        sampled = torch.from_numpy(completion.logprobs).double()
+        tokens = torch.tensor([*ids, *completion.output_ids.tolist()])
+        for number, model in enumerate(models):
+            expected = next_token_logprobs(model, tokens)[len(ids) - 1 :]
+            sums[number] += float((sampled - expected).abs().sum())
+        count += len(sampled)
+    return [total / count for total in sums]
+
+
+def _check(found: float, capabilities: Capabilities, what: str) -> str:
+    tolerance = _tolerance(capabilities)
+    if not found <= tolerance:
+        raise UserError(f"{what}: mean difference of log-probabilities {found:.2e}, allowed {tolerance:.0e}")
+    return f"{what}: mean difference of log-probabilities {found:.1e}, allowed {tolerance:.0e}"
+
+
+def serve(capabilities: Capabilities) -> str:
+    """SGLang starts with our arguments and plugin, samples with routing rows, and agrees with transformers."""
+
+    async def run(server: Server, model: Any, spec: ModelSpec) -> float:
+        async with _client(server, spec) as client:
+            return (await _difference(client, [model], 0))[0]
+
+    with tempfile.TemporaryDirectory() as name:
+        model = save_tiny_model(Path(name))
+        with _start(capabilities, Path(name), gpu=0) as server:
+            server.wait_ready(START_S)
+            return _check(
+                asyncio.run(run(server, model, ModelSpec.from_hf(name))), capabilities, "engine against transformers"
+            )
+
+
+async def _update(
+    client: EngineClient,
+    tensors: dict[str, torch.Tensor],
+    transport: Transport,
+    device: torch.device,
+    plan: Sequence[Bucket],
+) -> None:
+    """One whole update through the project's own updater, as version 1; this process plays the trainer."""
+    updater = Updater(host="127.0.0.1", timeout_s=CALL_S)
+    try:
+        await updater.start([client], transport)
+        for bucket in plan:
+            flat = torch.cat([tensors[meta.name].contiguous().flatten().view(torch.uint8) for meta in bucket.tensors])
+            await updater.send(bucket, flat.to(device), 1 if bucket is plan[-1] else None)
+        await updater.finish(1)
+        unanswered = await updater.resume()
+        if unanswered:
+            raise UserError(f"the engine did not go on after the update: {unanswered}")
+    finally:
+        await updater.close()
+
+
+def hf_tensors(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """All tensors of an HF directory by their checkpoint names."""
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
+    return found
+
+
+def update(capabilities: Capabilities) -> str:
+    """An update over the group's backend turns the engine's weights into another model's, and into nothing else."""
+    device = torch.device("cuda", 0) if capabilities.cuda else torch.device("cpu")
+
+    async def run(server: Server, models: Sequence[Any], folder: Path) -> list[float]:
+        async with _client(server, ModelSpec.from_hf(folder)) as client:
+            tensors = hf_tensors(folder, getattr(torch, _dtype(capabilities)))
+            plan = plan_buckets(ModelSpec.from_hf(folder), Layout(), getattr(torch, _dtype(capabilities)), BUCKET_BYTES)
+            await _update(client, tensors, process_group_backend(capabilities), device, plan)
+            return await _difference(client, models, 1)
+
+    with tempfile.TemporaryDirectory() as name:
+        old, new = Path(name) / "old", Path(name) / "new"
+        models = [save_tiny_model(old, seed=0), save_tiny_model(new, seed=1)]
+        with _start(capabilities, old, gpu=1) as server:
+            server.wait_ready(START_S)
+            stale, found = asyncio.run(run(server, models, new))
+    if stale < STALE_FACTOR * _tolerance(capabilities):
+        raise UserError(f"old and new weights answer alike ({stale:.2e}), so the check shows nothing")
+    return (
+        _check(found, capabilities, "engine after the update against the new model")
+        + f"; the old one is {stale:.1f} away"
+    )
