@@ -1,0 +1,1 @@
+"""Rewards: built-in rules, and user functions in processes that can be killed."""

@@ -1,0 +1,48 @@
+"""Built-in rewards: 1.0 for a right answer, 0.0 for a wrong one. Linear in the text's length, so they cannot hang."""
+
+from __future__ import annotations
+
+import math
+import re
+
+RELATIVE_TOLERANCE = 1e-6
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+_NUMBER = re.compile(
+    rf"(?<!\w)(?<!\d\.)[-+\u2212]?(?:{_DIGITS}(?:\.\d+)?|(?<!\.)\.\d+)(?:[eE][-+]?\d+)?(?: ?/ ?[-+]?{_DIGITS}(?:\.\d+)?)?%?"
+)
+
+
+def exact(completion: str, answer: str) -> float:
+    """1.0 if the completion is the answer, white space at both ends aside."""
+    return float(completion.strip() == answer.strip())
+
+
+def numeric(completion: str, answer: str) -> float:
+    """1.0 if the last number of the completion equals the answer's last number, to a relative 1e-6.
+
+    Numbers may have thousands separators, decimals, an exponent, a fraction bar (3/4) or a percent sign.
+    """
+    got, want = last_number(completion), last_number(answer)
+    return float(got is not None and want is not None and math.isclose(got, want, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-9))
+
+
+def last_number(text: str) -> float | None:
+    """The value of the last number in the text; None without one, or where it is not finite (1/0, 1e999)."""
+    found = None
+    for found in _NUMBER.finditer(text):
+        pass
+    if found is None:
+        return None
+    number = found.group().replace(",", "").replace("\u2212", "-")
+    scale = 0.01 if number.endswith("%") else 1.0
+    above, _, below = number.rstrip("%").partition("/")
+    try:
+        value = float(above) / (float(below) if below else 1.0) * scale
+    except (ZeroDivisionError, OverflowError):
+        return None
+    return value if math.isfinite(value) else None
+
+
+RULES = {"exact": exact, "numeric": numeric}
+"""Rules by the name that the recipe gives them."""
