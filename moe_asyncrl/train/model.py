@@ -79,6 +79,7 @@ def transformer_config(
         "attention_softmax_in_fp32": True,
         "calculate_per_token_loss": True,
         "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",  # for dense models too: the default is refused with variable lengths
         "use_cpu_initialization": not capabilities.cuda,
         "deallocate_pipeline_outputs": capabilities.cuda,
         "gradient_accumulation_fusion": choices.gradient_accumulation_fusion,
@@ -91,7 +92,6 @@ def transformer_config(
     }
     if spec.is_moe:
         fields |= {
-            "moe_token_dispatcher_type": "alltoall",
             "moe_grouped_gemm": choices.grouped_gemm,
             "moe_router_dtype": router_dtype,
         }
