@@ -29,6 +29,7 @@ def absolute(recipe: Recipe, base: Path) -> Recipe:
         recipe,
         model=replace(recipe.model, path=path(recipe.model.path)),
         data=replace(recipe.data, train=path(recipe.data.train), eval=optional(recipe.data.eval)),
+        reward=replace(recipe.reward, folder=optional(recipe.reward.folder)),
         warmup=replace(recipe.warmup, data=optional(recipe.warmup.data)),
         run=replace(recipe.run, folder=path(recipe.run.folder)),
     )

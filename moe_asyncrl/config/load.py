@@ -54,7 +54,15 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
             field = field.rpartition(".")[0]
         return str(file)
 
-    return _convert(data, where)
+    return _with_folder(_convert(data, where), file)
+
+
+def _with_folder(recipe: Recipe, file: Path) -> Recipe:
+    """Remember where the recipe stands: a reward function of the user's own is looked for there first."""
+    if ":" not in recipe.reward.function or recipe.reward.folder is not None:
+        return recipe
+    reward = msgspec.structs.replace(recipe.reward, folder=str(file.resolve().parent))
+    return msgspec.structs.replace(recipe, reward=reward)
 
 
 def parse_recipe(data: dict[str, Any]) -> Recipe:

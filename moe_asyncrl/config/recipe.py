@@ -88,6 +88,8 @@ class Reward(Section, frozen=True, kw_only=True):
 
     function: Annotated[str, Meta(min_length=1)] = "exact"
     """`exact`, `numeric`, or `module:function` of your own (sync or async)."""
+    folder: str | None = None
+    """Folder in which your module is looked for first; the recipe's own if not given."""
     timeout_s: Annotated[float, Meta(gt=0)] = 10.0
     """Longest time for one completion, in seconds; then it counts as failed, not as 0."""
     workers: Annotated[int, Meta(ge=1, le=256)] = 1

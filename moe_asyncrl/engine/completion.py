@@ -54,6 +54,8 @@ class Completion:
 
     rid: str
     engine: str
+    asked_version: int
+    """The version that the request was sent under; its cached prefix was written by these weights"""
     prompt_tokens: int
     output_ids: npt.NDArray[np.int32]
     """int32 [n]"""
@@ -202,6 +204,7 @@ def _completion(
     return Completion(
         rid=request.rid,
         engine=engine,
+        asked_version=request.version,
         prompt_tokens=meta.prompt_tokens,
         output_ids=ids,
         logprobs=logprobs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from moe_asyncrl.config.recipe import Reward
@@ -25,6 +26,11 @@ def check_prompt(reward: Reward, prompt: Prompt) -> None:
         raise UserError(f"{prompt.source}: `answer` {prompt.answer!r} has no number; the reward 'numeric' needs one")
 
 
+def search_folders(reward: Reward) -> tuple[str, ...]:
+    """Where a user's module is looked for first: the recipe's folder, then the working directory."""
+    return (*(() if reward.folder is None else (reward.folder,)), os.getcwd())
+
+
 class Scorer:
     """Scores completions. Rules run inline: they are linear in the text and cannot hang."""
 
@@ -38,7 +44,7 @@ class Scorer:
 
     @classmethod
     async def start(cls, reward: Reward, *, search: Sequence[str] = ()) -> Scorer:
-        """Load the reward. `search`: folders in which a user's module is looked for first.
+        """Load the reward. `search`: folders in which a user's module is looked for first (`search_folders`).
 
         Raises UserError if the function does not exist, cannot be imported, or does not take the arguments.
         """

@@ -1,0 +1,144 @@
+"""A completion becomes a trajectory: pure, and strict about what is known of each token and each routing row.
+
+Routing row i belongs to input position i: it is computed in the forward pass that reads token i, the pass that samples
+token i + 1. With P prompt tokens and n sampled ones (T = P + n):
+
+| rows | source | version |
+|---|---|---|
+| [0, cached) | `cached` | the version that the request was sent under: a prefix is only shared under one version's key |
+| [cached, P) | `prefilled` | that of the first sampled token |
+| [P, T-1) | `sampled` | that of token i + 1 |
+
+Two things blur it, and then the version is -1 (not known) rather than a guess:
+- The weights changed between submission and the first sampled token. The prompt may have been read in two chunks, one before and one
+  after the change, and a prefix written by then may be of either; only row P - 1 is surely of the first token's pass.
+- The engine threw the request out and read it again (a retraction). Rows may then come from the second reading; they are
+  `prefilled`, and where the token's version is not the newest one the row's version is not known.
+Rows that the engine did not return are `missing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_asyncrl.data.trajectory import (
+    Identity,
+    PolicyAsked,
+    RoutingRun,
+    RoutingSource,
+    SamplingParams,
+    ScorerReport,
+    Segment,
+    Trajectory,
+)
+from moe_asyncrl.engine.completion import Completion
+
+SOURCES: tuple[RoutingSource, ...] = ("sampled", "prefilled", "cached", "missing")
+_SAMPLED, _PREFILLED, _CACHED, _MISSING = range(4)
+
+
+def assemble(
+    prompt: npt.NDArray[np.int32],
+    completion: Completion,
+    *,
+    identity: Identity,
+    sampling: SamplingParams,
+    rewards: Mapping[str, float],
+    score_status: Mapping[str, ScorerReport],
+    metadata: Mapping[str, str],
+) -> Trajectory:
+    """The trajectory of prompt int32 [P] and its completion of n >= 1 tokens. Identity's engine, times and finish reason are set here.
+
+    Raises ValueError if the completion is empty, or of another prompt's length, or has more routing rows than tokens.
+    """
+    p, n = len(prompt), len(completion.output_ids)
+    if n == 0 or completion.prompt_tokens != p:
+        raise ValueError(f"completion {completion.rid}: {n} tokens after {completion.prompt_tokens}, the prompt has {p}")
+    tokens = np.concatenate((prompt, completion.output_ids), dtype=np.int32, casting="same_kind")
+    loss_mask = np.zeros(p + n, dtype=np.bool_)
+    loss_mask[p:] = True
+    logprobs = np.full(p + n, np.nan, dtype=np.float32)
+    logprobs[p:] = completion.logprobs
+    versions = np.full(p + n, -1, dtype=np.int32)
+    versions[p:] = completion.versions
+    experts, runs = routing_rows(completion, p)
+    return Trajectory(
+        identity=Identity(
+            trajectory=identity.trajectory,
+            prompt=identity.prompt,
+            index=identity.index,
+            attempt=identity.attempt,
+            sample=identity.sample,
+            episode=identity.episode,
+            engine=completion.engine,
+            epoch=identity.epoch,
+            finish_reason=completion.finish_reason,
+            submitted=completion.submitted,
+            finished=completion.finished,
+        ),
+        policy=PolicyAsked(base_version=completion.asked_version),
+        segments=(
+            Segment(start=0, end=p, role="user"),
+            Segment(start=p, end=p + n, role="policy", sampling=sampling),
+        ),
+        tokens=tokens,
+        loss_mask=loss_mask,
+        logprobs=logprobs,
+        weight_version=versions,
+        routing_experts=experts,
+        routing_runs=runs,
+        rewards=dict(rewards),
+        score_status=dict(score_status),
+        metadata=dict(metadata),
+    )
+
+
+def routing_rows(
+    c: Completion, p: int
+) -> tuple[npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | None, tuple[RoutingRun, ...]]:
+    """(experts [T-1, L, K], runs) of a completion after p prompt tokens; (None, ()) where the engine routes nothing."""
+    if c.experts is None:
+        return None, ()
+    rows, given = p + len(c.output_ids) - 1, c.experts.shape[0]
+    if given > rows:
+        raise ValueError(f"completion {c.rid}: {given} routing rows for {rows + 1} tokens")
+    experts = c.experts
+    if given < rows:  # what stands in a missing row is never read; it is no valid expert of most models, least of all 0
+        fill = np.full((rows - given, *experts.shape[1:]), np.iinfo(experts.dtype).max, dtype=experts.dtype)
+        experts = np.concatenate((experts, fill))
+    source, version = provenance(c.versions, p, cached=c.cached_tokens, asked=c.asked_version, retractions=c.retractions)
+    source[given:] = _MISSING
+    version[given:] = -1
+    return experts, _runs(source, version)
+
+
+def provenance(
+    versions: npt.NDArray[np.int32], p: int, *, cached: int, asked: int, retractions: int
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int32]]:
+    """(number in SOURCES int8 [T-1], version int32 [T-1]) of each row, by the table above. `versions` int32 [n] of the sampled tokens."""
+    n = len(versions)
+    source = np.full(p + n - 1, _SAMPLED, dtype=np.int8)
+    version = np.empty(p + n - 1, dtype=np.int32)
+    source[:p] = _PREFILLED
+    source[: min(cached, p - 1)] = _CACHED  # the last prompt token is always read: it samples the first new one
+    first, last = int(versions[0]), int(versions[-1])
+    version[: p - 1] = first if first == asked else -1
+    version[p - 1 :] = versions
+    if retractions:
+        source[p : p + n - 2] = _PREFILLED
+        if last != asked:
+            version[: p - 1] = -1
+        version[p - 1 :][versions != last] = -1
+    return source, version
+
+
+def _runs(source: npt.NDArray[np.int8], version: npt.NDArray[np.int32]) -> tuple[RoutingRun, ...]:
+    changes = np.flatnonzero((np.diff(source) != 0) | (np.diff(version) != 0)) + 1
+    edges: Sequence[int] = [0, *changes.tolist(), len(source)]
+    return tuple(
+        RoutingRun(start=a, end=b, version=int(version[a]), source=SOURCES[source[a]])
+        for a, b in zip(edges, edges[1:], strict=False)
+    )
