@@ -16,7 +16,7 @@ from moe_asyncrl.train.objective import PolicyObjective
 from moe_asyncrl.train.pack import pack
 from tests.pool.machine import CPU
 from tests.train.parity_jobs import tiny_spec
-from tests.train.sharded import Part, fill
+from tests.train.sharded import Part, fill, over_vocabulary, relative
 
 OBJECTIVE = PolicyObjective(clip_low=0.2, clip_high=0.28, importance_cap=2.0, temperature=0.8)
 
@@ -76,7 +76,7 @@ def model_of(spec: ModelSpec, layout: Layout, *, plant: str | None = None, **bui
     model = build_model_on_rank(
         spec, layout, CPU, rank=dist.get_rank(), distributed_optimizer=False, **build
     )
-    fill(model.chunks, **({plant: True} if plant else {}))
+    fill(model.chunks, vocab_size=spec.vocab_size, **({plant: True} if plant else {}))
     return model
 
 
@@ -153,3 +153,17 @@ class _Fixed:
 
     def get_replay_topk(self, scores: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return scores.gather(1, self.rows), self.rows
+
+
+def deviation(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Largest relative deviation of any tensor; rows that only pad the vocabulary of one side are 0 and not compared."""
+    assert a.keys() == b.keys()
+    found = []
+    for name, theirs in b.items():
+        ours = a[name]
+        if over_vocabulary(name):
+            rows = min(len(ours), len(theirs))
+            assert not ours[rows:].any() and not theirs[rows:].any()
+            ours, theirs = ours[:rows], theirs[:rows]
+        found.append(relative(ours, theirs))
+    return max(found)

@@ -9,7 +9,8 @@ import torch
 
 from moe_asyncrl.models.layout import Layout
 from tests.pool.pool import WorkerPool
-from tests.train.sharded import assemble, relative
+from tests.train.step_jobs import deviation
+from tests.train.sharded import assemble
 
 TOLERANCE = 1e-5
 
@@ -23,11 +24,6 @@ def gradients(pool: WorkerPool, layout: Layout, **options: Any) -> tuple[dict[st
 def plain(pool: WorkerPool, **options: Any) -> tuple[float, dict[str, torch.Tensor]]:
     ((loss, parts),) = pool.run("tests.train.step_jobs:plain_gradients", layout=Layout(), **options)
     return loss, assemble([parts])
-
-
-def worst(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max(relative(a[name], b[name]) for name in b)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +51,7 @@ def test_gradients_equal_the_plain_loss(
 ) -> None:
     sums, found = gradients(pool, layout, **options)
     assert sums["loss"] == pytest.approx(reference[0], abs=TOLERANCE * abs(reference[0]))
-    assert worst(found, reference[1]) < TOLERANCE
+    assert deviation(found, reference[1]) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -74,7 +70,7 @@ def test_replayed_sequence_mean_with_old_policy(
 ) -> None:
     sums, found = gradients(pool, layout, replay=True, old=True, aggregation="sequence_mean", **options)
     assert sums["loss"] == pytest.approx(replayed[0], abs=TOLERANCE * abs(replayed[0]))
-    assert worst(found, replayed[1]) < TOLERANCE
+    assert deviation(found, replayed[1]) < TOLERANCE
     assert sums["decisions"] == 3 * sums["real_positions"], "each real position in each of three MoE layers, once"
     assert sums["missing"] == 0
     assert sums["flipped"] > 0.5 * sums["decisions"], "random rows are not what the router would choose"
@@ -95,14 +91,14 @@ def test_a_planted_error_is_seen(
     pool: WorkerPool, reference: tuple[float, dict[str, torch.Tensor]], plant: str
 ) -> None:
     _, found = gradients(pool, Layout(dp=2, ep=2), plant=plant)
-    assert worst(found, reference[1]) > 100 * TOLERANCE
+    assert deviation(found, reference[1]) > 100 * TOLERANCE
 
 
 def test_live_routing_is_not_the_replayed_one(
     pool: WorkerPool, replayed: tuple[float, dict[str, torch.Tensor]]
 ) -> None:
     _, found = gradients(pool, Layout(dp=2, ep=2), old=True, aggregation="sequence_mean")
-    assert worst(found, replayed[1]) > 100 * TOLERANCE
+    assert deviation(found, replayed[1]) > 100 * TOLERANCE
 
 
 def test_the_figures_do_not_depend_on_the_cut(pool: WorkerPool) -> None:

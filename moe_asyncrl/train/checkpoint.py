@@ -1,0 +1,108 @@
+"""Weights and optimizer to and from disk, by Megatron-Core's distributed checkpoints (`torch_dist`), for any layout.
+
+The optimizer is saved in its fully reshardable form: one tensor of the model's own shape for each weight and moment.
+What Megatron-Core would save beside it, its parameter groups, is left out: they differ between pipeline stages and
+layouts, and all that they know is settings, which the recipe has, and Adam's step, which our side file has. Nothing in a
+step is random (there is no dropout), so there is no generator to save.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.train.build import TrainState
+from moe_asyncrl.train.checkpoint_folder import CheckpointInfo, folder_of, make_room, read_info, retain, seal
+from moe_asyncrl.weights.agree import agree
+
+
+def save(state: TrainState, checkpoints: Path, info: CheckpointInfo, *, keep: int) -> Path:
+    """Write the checkpoint of `info.step`; every rank calls this. Returns its folder.
+
+    Raises:
+        UserError: a rank could not write; the folder is then not a complete checkpoint.
+    """
+    from megatron.core import dist_checkpointing
+
+    first = dist.get_rank() == 0
+    with agree(f"making room for the checkpoint of step {info.step}"):
+        folder = make_room(checkpoints, info.step) if first else folder_of(checkpoints, info.step)
+    with agree(f"writing the checkpoint of step {info.step}"):
+        try:
+            dist_checkpointing.save(_saved(state, is_loading=False)[0], str(folder))
+        except OSError as e:
+            raise UserError(f"{folder}: the checkpoint cannot be written: {e}") from e
+    with agree(f"completing the checkpoint of step {info.step}"):
+        if first:
+            seal(folder, info)
+            retain(checkpoints, keep)
+    return folder
+
+
+def load(state: TrainState, folder: Path) -> CheckpointInfo:
+    """Read a checkpoint into this rank's model and optimizer, whatever layout wrote it; every rank calls this.
+
+    Raises:
+        UserError: it is not complete, or not of this model.
+    """
+    from megatron.core import dist_checkpointing
+
+    with agree(f"reading {folder}"):
+        info = read_info(folder)
+    wanted, optimizers = _saved(state, is_loading=True)
+    with agree(f"reading {folder}"):
+        try:
+            loaded = dist_checkpointing.load(wanted, str(folder))
+        except Exception as e:  # whatever Megatron-Core or torch make of a foreign or damaged file
+            raise UserError(f"{folder}: the checkpoint cannot be read: {type(e).__name__}: {e}") from e
+    for name, chunk in _named(state.model.chunks).items():
+        chunk.load_state_dict(loaded[name])
+    for i, (optimizer, common) in optimizers.items():
+        groups = [{**group, "step": info.adam_steps} for group in common["optimizer"]["param_groups"]]
+        optimizer.load_state_dict(
+            {**common, "optimizer": {**common["optimizer"], "param_groups": groups}, "param_state": loaded["optimizer"][i]}
+        )
+    return info
+
+
+def adam_steps(optimizer: Any) -> int:
+    """Updates that the moments on this rank have seen."""
+    for part in _parts(optimizer):
+        for group in part.state_dict()["optimizer"]["param_groups"]:
+            if group.get("step") is not None:
+                return int(group["step"])
+    return 0
+
+
+def _saved(state: TrainState, *, is_loading: bool) -> tuple[dict[str, Any], dict[int, tuple[Any, dict[str, Any]]]]:
+    """What stands on disk, as sharded tensors; and each optimizer with the rest of its state, which does not."""
+    from megatron.core import parallel_state
+
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    named = _named(state.model.chunks)
+    weights = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in named.items()}
+    moments, rest = {}, {}
+    for i, optimizer in enumerate(_parts(state.optimizer)):
+        common = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
+        moments[i] = common.pop("param_state")
+        rest[i] = (optimizer, common)
+    return {**weights, "optimizer": moments}, rest
+
+
+def _named(chunks: list[Any]) -> dict[str, Any]:
+    return {f"model{i}": chunk for i, chunk in enumerate(chunks)}
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """Megatron-Core's optimizers on this rank that hold parameters: one for dense weights, one for experts."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
