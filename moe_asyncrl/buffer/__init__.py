@@ -1,0 +1,1 @@
+"""The bounded queue between rollout and training, and the process that serves it."""

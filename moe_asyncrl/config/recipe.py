@@ -239,6 +239,8 @@ class Buffer(Section, frozen=True, kw_only=True):
     """Times that a prompt is sampled anew after its group failed or went stale."""
     wait_s: Annotated[float, Meta(gt=0)] = 900.0
     """Longest wait of the trainer for a batch, in seconds."""
+    host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
+    """Address that the buffer listens on, encrypted and authenticated with keys made for the run."""
 
 
 class Replay(Section, frozen=True, kw_only=True):
