@@ -20,7 +20,7 @@ from moe_asyncrl.models.algebra import HfTensor
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.shards import rank_shards
 from moe_asyncrl.models.spec import ModelSpec
-from moe_asyncrl.weights.agree import agree, collective_device
+from moe_asyncrl.weights.agree import agree, lowest_failed
 from moe_asyncrl.weights.gather_plan import BucketPlan, Message, plan_gather
 
 DEFAULT_BUCKET_BYTES = 256 * 1024 * 1024
@@ -71,7 +71,7 @@ def iter_hf_tensors(
 
     Raises:
         UserError: a parameter is missing or has the wrong shape, or another rank stopped.
-        DeadlineExceeded: a rank's part of a bucket did not come within `timeout_s`.
+        DeadlineExceeded: a rank's part of a bucket did not come within `timeout_s`, or its process ended.
     """
     if max_bytes < 1:
         raise UserError(f"a weight bucket must hold at least 1 byte, not {max_bytes}")
@@ -107,10 +107,9 @@ def _go_on(rank: int, layout: Layout, group: dist.ProcessGroup | None, *, stop: 
     """One agreement of all ranks: raises UserError if another one stops."""
     if layout.world_size == 1:
         return
-    flag = torch.tensor([rank if stop else layout.world_size], dtype=torch.int64, device=collective_device(group))
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
-    if not stop and int(flag) < layout.world_size:
-        raise UserError(f"rank {int(flag)} stopped while the weights were being gathered; see its log")
+    first = lowest_failed(rank if stop else None, "gathering the weights", group)
+    if not stop and first is not None:
+        raise UserError(f"rank {first} stopped while the weights were being gathered; see its log")
 
 
 def _gather(
@@ -122,49 +121,54 @@ def _gather(
     group: dist.ProcessGroup | None,
     timeout_s: float,
 ) -> torch.Tensor | None:
+    def empty(elements: int) -> torch.Tensor:
+        return torch.empty(elements, dtype=dtype, device=device)
+
+    transfers: list[tuple[torch.Tensor, int, int]] = []
     if rank != 0:
-        mine = [(tag, m) for tag, m in enumerate(bucket.messages) if m.owner == rank]
-        payloads = [_pack(message, local_params, dtype, device) for _, message in mine]
-        transfers = [(payload, 0, tag) for payload, (tag, _) in zip(payloads, mine, strict=True)]
+        for tag, message in enumerate(bucket.messages):
+            if message.owner == rank:
+                payload = empty(message.numel)
+                pack(message, local_params, payload)
+                transfers.append((payload, 0, tag))
         _exchange(dist.isend, transfers, bucket, group, timeout_s)
         return None
-    flat = torch.empty(bucket.numel, dtype=dtype, device=device)
-    arriving: list[tuple[torch.Tensor, int, int]] = []
-    to_place: list[tuple[Message, torch.Tensor]] = []
+    flat = empty(bucket.numel)
+    staged: list[tuple[Message, torch.Tensor]] = []
     for tag, message in enumerate(bucket.messages):
-        if message.owner == 0:
-            for piece in message.pieces:
-                local = local_params[piece.shard.entry.name].detach()
-                _hf_view(flat, piece.tensor_start, piece.block.hf)[piece.block.hf_slices].copy_(
-                    local[piece.block.local_slices]
-                )
-            continue
         if message.start is not None:
             into = flat[message.start : message.start + message.numel]
         else:
-            into = torch.empty(message.numel, dtype=dtype, device=device)
-            to_place.append((message, into))
-        arriving.append((into, message.owner, tag))
-    _exchange(dist.irecv, arriving, bucket, group, timeout_s)
-    for message, staged in to_place:
-        start = 0
-        for piece in message.pieces:
-            target = _hf_view(flat, piece.tensor_start, piece.block.hf)[piece.block.hf_slices]
-            target.copy_(staged[start : start + target.numel()].view(target.shape))
-            start += target.numel()
+            into = empty(message.numel)
+            staged.append((message, into))
+        if message.owner == 0:
+            pack(message, local_params, into)
+        else:
+            transfers.append((into, message.owner, tag))
+    _exchange(dist.irecv, transfers, bucket, group, timeout_s)
+    for message, payload in staged:
+        place(message, payload, flat)
     return flat
 
 
-def _pack(
-    message: Message, local_params: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    payload = torch.empty(message.numel, dtype=dtype, device=device)
+def pack(message: Message, local_params: Mapping[str, torch.Tensor], payload: torch.Tensor) -> None:
+    """Copy the message's pieces out of the owner's parameters into `payload` [numel], converting to its dtype."""
     start = 0
     for piece in message.pieces:
         source = local_params[piece.shard.entry.name].detach()[piece.block.local_slices]
         payload[start : start + source.numel()].view(source.shape).copy_(source)
         start += source.numel()
-    return payload
+
+
+def place(message: Message, payload: torch.Tensor, flat: torch.Tensor) -> None:
+    """Copy the pieces of `payload` to where they lie in the bucket's buffer `flat`."""
+    start = 0
+    for piece in message.pieces:
+        tensor = piece.block.hf
+        whole = flat[piece.tensor_start : piece.tensor_start + tensor.numel].view(tensor.shape)
+        target = whole[piece.block.hf_slices]
+        target.copy_(payload[start : start + target.numel()].view(target.shape))
+        start += target.numel()
 
 
 def _exchange(
@@ -181,16 +185,11 @@ def _exchange(
         dist.P2POp(op, tensor.view(torch.uint8), group=group, group_peer=peer, tag=tag)
         for tensor, peer, tag in transfers
     ]
-    verb = "to send" if op is dist.isend else "for"
     peers = ", ".join(str(p) for p in sorted({peer for _, peer, _ in transfers}))
     try:
         for work in dist.batch_isend_irecv(ops):
             work.wait(timedelta(seconds=timeout_s))
-    except RuntimeError as error:
+    except (RuntimeError, dist.DistError) as error:
         raise DeadlineExceeded(
-            f"waited up to {timeout_s:g} s {verb} weights {bucket.names} (rank {peers}): {error}"
+            f"the exchange of weights {bucket.names} with rank {peers} failed or took over {timeout_s:g} s: {error}"
         ) from error
-
-
-def _hf_view(flat: torch.Tensor, start: int, tensor: HfTensor) -> torch.Tensor:
-    return flat[start : start + tensor.numel].view(tensor.shape)

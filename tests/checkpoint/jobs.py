@@ -15,10 +15,11 @@ from moe_asyncrl.checkpoint.hf_export import export_hf
 from moe_asyncrl.checkpoint.hf_load import load_hf
 from moe_asyncrl.checkpoint.megatron_names import global_parameters
 from moe_asyncrl.checkpoint.safetensors_writer import SafetensorsWriter
-from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.data.errors import DeadlineExceeded, UserError
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.train.model import build_model
+from moe_asyncrl.weights import gather as gather_module
 from moe_asyncrl.weights.gather import iter_hf_tensors
 from tests.pool.machine import CPU
 from tests.train.parity_jobs import packed
@@ -41,9 +42,7 @@ def convert(layout: Layout, hf_dir: str, out_dir: str | None = None, spec_dir: s
     found = logits(chunks, spec, layout)
     if out_dir is not None:
         # Buckets far smaller than the embedding, and files of a few buckets.
-        export_hf(
-            chunks, spec, layout, out_dir, source_hf_dir=hf_dir, max_bucket_bytes=20_000, max_shard_bytes=10**9
-        )
+        export_hf(chunks, spec, layout, out_dir, source_hf_dir=hf_dir, max_bucket_bytes=20_000, max_shard_bytes=10**9)
     return found
 
 
@@ -120,10 +119,18 @@ def export_killed(layout: Layout, hf_dir: str, out_dir: str) -> None:
     export_hf(chunks, spec, layout, out_dir, source_hf_dir=hf_dir)
 
 
-def gather(layout: Layout, hf_dir: str, max_bytes: int, close_on: int | None = None, drop_on: int | None = None) -> Any:
+def gather(
+    layout: Layout,
+    hf_dir: str,
+    max_bytes: int,
+    close_on: int | None = None,
+    drop_on: int | None = None,
+    die_on: int | None = None,
+) -> Any:
     """Gather all HF tensors in bfloat16: (names, largest bucket in bytes, tensors or None), or the text of the error.
 
-    Rank `close_on` leaves after its second bucket; rank `drop_on` lacks a parameter.
+    Rank `close_on` leaves after its second bucket; rank `drop_on` lacks a parameter; the process of rank `die_on` ends
+    when its first part is due.
     """
     spec = ModelSpec.from_hf(hf_dir)
     chunks = build_model(spec, layout, CPU)
@@ -131,6 +138,8 @@ def gather(layout: Layout, hf_dir: str, max_bytes: int, close_on: int | None = N
     parameters: dict[str, torch.Tensor] = dict(global_parameters(chunks, spec, layout, dist.get_rank()))
     if dist.get_rank() == drop_on:
         del parameters["decoder.layers.0.mlp.router.weight"]
+    if dist.get_rank() == die_on:
+        gather_module.pack = lambda *_: os._exit(9)  # type: ignore[assignment]
     names, largest, found = [], 0, {}
     try:
         buckets = iter_hf_tensors(
@@ -146,6 +155,8 @@ def gather(layout: Layout, hf_dir: str, max_bytes: int, close_on: int | None = N
                     assert (value is None) == (dist.get_rank() > 0)
                     if value is not None:
                         found[name] = value.float().numpy()
+    except DeadlineExceeded:
+        raise
     except UserError as error:
         return str(error)
     return names, largest, found or None
@@ -163,3 +174,13 @@ def bf16_in_fp32(layout: Layout, hf_dir: str, out_dir: str) -> float:
     export_hf(chunks, spec, layout, out_dir, source_hf_dir=hf_dir, dtype=torch.bfloat16, max_shard_bytes=150_000)
     changed = [(r != e).float().mean() for r, e in zip(rounded, exact, strict=True)]
     return float(np.mean(changed))
+
+
+def last_embedding_row(layout: Layout, hf_dir: str) -> float:
+    """Largest absolute value in the last row of this rank's embedding and output layer, after they held garbage."""
+    spec = ModelSpec.from_hf(hf_dir)
+    chunks = build_model(spec, layout, CPU)
+    load_hf(chunks, spec, layout, hf_dir)
+    found = global_parameters(chunks, spec, layout, dist.get_rank())
+    names = ("embedding.word_embeddings.weight", "output_layer.weight")
+    return max(float(found[name][-1].abs().max()) for name in names)

@@ -1,4 +1,4 @@
-"""A checkpoint in Megatron-Core computes what it computes in transformers, on every layout, and comes out as it went in."""
+"""A checkpoint computes in Megatron-Core what it does in transformers, on every layout, and comes out as it went in."""
 
 from __future__ import annotations
 
@@ -113,3 +113,35 @@ def test_a_planted_error_is_seen(
     planted = changed_copy(hf_dir, tmp_path / "planted", plant)
     (logits,) = pool.run(CONVERT, layout=SINGLE, hf_dir=str(planted))
     assert relative(logits, expected) > 100 * TOLERANCE
+
+
+def test_a_directory_that_transformers_wrote(pool: WorkerPool, tmp_path: Path) -> None:
+    """Several files with an index, and the config spelling of transformers 5."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(3)
+    config = Qwen3MoeConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        initializer_range=0.2,
+        rope_parameters={"rope_type": "default", "rope_theta": 2000.0},
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "theirs", max_shard_size="200KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    expected = transformers_logits(tmp_path / "theirs")
+    assert expected.std() > 1
+    arguments = {"hf_dir": str(tmp_path / "theirs"), "out_dir": str(tmp_path / "ours")}
+    for logits in pool.run(CONVERT, layout=EP2_PP2, **arguments)[2:]:
+        assert relative(logits, expected) < TOLERANCE
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())

@@ -1,4 +1,4 @@
-"""Reading damaged checkpoints fails with one line that names the file and the tensor; writing gives the library's bytes."""
+"""A damaged checkpoint fails with one line that names file and tensor; what is written has the library's bytes."""
 
 from __future__ import annotations
 
@@ -184,7 +184,9 @@ def test_the_ledger_counts() -> None:
     ledger = Ledger("abc", what="tensors", where="here")
     for name in "aabd":
         ledger.enter(name)
-    with pytest.raises(UserError, match="here: tensors do not match the model; 1 missing: c; 1 unexpected: d; 1 more than once: a"):
+    with pytest.raises(
+        UserError, match="here: tensors do not match the model; 1 missing: c; 1 unexpected: d; 1 more than once: a"
+    ):
         ledger.settle()
 
 

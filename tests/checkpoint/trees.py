@@ -1,4 +1,4 @@
-"""Module trees with Megatron-Core's parameter names, without Megatron-Core: for name sets that this machine cannot build."""
+"""Module trees with Megatron-Core's parameter names: for name sets whose layers a CPU cannot build."""
 
 from __future__ import annotations
 
