@@ -1,0 +1,91 @@
+"""Log-probabilities of given tokens under the trainer's weights, without gradients, with routing replayed or live."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_asyncrl.replay.controller import Mode, ReplayStats
+from moe_asyncrl.train.batch import MicroBatch, Sample, make_micro_batch
+from moe_asyncrl.train.logprobs import token_logprobs
+from moe_asyncrl.train.pack import pack
+from moe_asyncrl.train.passes import ModelOnRank, run_passes
+from moe_asyncrl.train.plan import micro_batch_multiple
+
+
+def logprobs_of_batches(
+    model: ModelOnRank,
+    batches: Sequence[MicroBatch],
+    *,
+    temperature: float,
+    mode: Mode = "off",
+    allow_missing: bool = False,
+) -> tuple[list[Tensor] | None, ReplayStats | None]:
+    """Log-probability of every label of this rank's micro-batches, float32 [n] each; None off the last pipeline stage.
+
+    Collective over the trainer's ranks.
+    """
+
+    def loss_of(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
+        found = token_logprobs(logits, batch.labels, temperature=temperature)[0]
+        return torch.zeros((), device=found.device), {"logprobs": found}
+
+    with torch.no_grad():
+        reports, stats = run_passes(model, batches, loss_of, forward_only=True, mode=mode, allow_missing=allow_missing)
+    return ([r["logprobs"] for r in reports] if model.has_last_stage else None), stats
+
+
+def score(
+    model: ModelOnRank,
+    samples: Sequence[Sample],
+    *,
+    temperature: float,
+    mode: Mode = "off",
+    allow_missing: bool = False,
+    micro_batch_tokens: int = 8192,
+) -> list[npt.NDArray[np.float32]]:
+    """Log-probability of every token of the samples; float32 [T] each, NaN for the first token. The same on all ranks.
+
+    Collective: every rank gives the same samples, and computes its data-parallel share of them.
+
+    Raises:
+        ReplayMismatch: routing rows do not fit, or are missing without permission (mode `replay`).
+    """
+    lengths = [len(s.tokens) - 1 for s in samples]
+    at = model.layout.coordinates(model.rank)
+    packing = pack(
+        lengths,
+        dp=model.layout.dp,
+        micro_batch_tokens=micro_batch_tokens,
+        multiple=micro_batch_multiple(model.layout),
+    )
+    mine = packing.ranks[at.dp]
+    router = model.router_shape if mode != "off" else None
+    batches = [
+        make_micro_batch(
+            [samples[i] for i in numbers], multiple=model.multiple, router=router, device=model.device, rank=model.rank
+        )
+        for numbers in mine
+    ]
+    found, _ = logprobs_of_batches(model, batches, temperature=temperature, mode=mode, allow_missing=allow_missing)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    # One rank of each data-parallel replica has the numbers; summed with the zeros of all others, everyone has them.
+    everything = torch.zeros(int(starts[-1]), dtype=torch.float32, device=model.device)
+    if model.counts and found is not None:
+        for numbers, values in zip(mine, found, strict=True):
+            place = 0
+            for i in numbers:
+                everything[starts[i] : starts[i + 1]] = values[place : place + lengths[i]]
+                place += lengths[i]
+    dist.all_reduce(everything)
+    flat = everything.cpu().numpy()
+    return [
+        np.concatenate([[np.float32("nan")], flat[a:b]]).astype(np.float32)
+        for a, b in zip(starts, starts[1:], strict=False)
+    ]
