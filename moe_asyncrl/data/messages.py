@@ -60,6 +60,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     state: MemberState
     version: int
     """The committed version it serves; -1 before its first."""
+    nccl: str = ""
+    """NCCL version of the engine's PyTorch, as `2.27.3`; empty without a GPU or without NCCL."""
     heartbeat: float
     """Unix time of the last sign of life, in seconds, by the buffer's clock; what the sender puts here is not read."""
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.data.errors import DeadlineExceeded, UserError
 
 
 @contextmanager
@@ -26,13 +26,26 @@ def agree(what: str, *, group: dist.ProcessGroup | None = None) -> Iterator[None
         yield
     except Exception as caught:
         error = caught
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    failed = torch.tensor([rank if error is not None else size], dtype=torch.int64, device=collective_device(group))
-    dist.all_reduce(failed, op=dist.ReduceOp.MIN, group=group)
+    first = lowest_failed(dist.get_rank(group) if error is not None else None, what, group)
     if error is not None:
         raise error
-    if int(failed) < size:
-        raise UserError(f"{what} failed on rank {int(failed)}; see that rank's log")
+    if first is not None:
+        raise UserError(f"{what} failed on rank {first}; see that rank's log")
+
+
+def lowest_failed(failed: int | None, what: str, group: dist.ProcessGroup | None = None) -> int | None:
+    """Collective: each rank gives its number if it failed, else None; all get the lowest number given, or None.
+
+    Raises DeadlineExceeded if a rank does not come within the group's time limit.
+    """
+    size = dist.get_world_size(group)
+    number = torch.tensor([size if failed is None else failed], dtype=torch.int64, device=collective_device(group))
+    try:
+        dist.all_reduce(number, op=dist.ReduceOp.MIN, group=group)
+        lowest = int(number)
+    except (RuntimeError, dist.DistError) as error:
+        raise DeadlineExceeded(f"{what}: not all {size} ranks reached the same point in time ({error})") from error
+    return lowest if lowest < size else None
 
 
 def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:

@@ -1,4 +1,4 @@
-"""Buckets and messages of every layout: each tensor once, in order, bounded, and put together from the owners' parts."""
+"""Buckets and messages on every layout: each tensor once, in order, bounded, put together from the owners' parts."""
 
 from __future__ import annotations
 
