@@ -62,7 +62,9 @@ def parse_line(line: bytes, source: str) -> Prompt:
         raise UserError(f"{source}: expected a JSON object, found {type(fields).__name__}")
     prompt, messages, answer = (fields.get(name) for name in _KNOWN)
     if (prompt is None) == (messages is None):
-        raise UserError(f"{source}: give either `prompt` or `messages`; {'neither' if prompt is None else 'both'} found")
+        raise UserError(
+            f"{source}: give either `prompt` or `messages`; {'neither' if prompt is None else 'both'} found"
+        )
     if prompt is not None and (not isinstance(prompt, str) or not prompt):
         raise UserError(f"{source}: `prompt` must be text that is not empty")
     return Prompt(

@@ -56,7 +56,9 @@ def assemble(
     """
     p, n = len(prompt), len(completion.output_ids)
     if n == 0 or completion.prompt_tokens != p:
-        raise ValueError(f"completion {completion.rid}: {n} tokens after {completion.prompt_tokens}, the prompt has {p}")
+        raise ValueError(
+            f"completion {completion.rid}: {n} tokens after {completion.prompt_tokens}, the prompt has {p}"
+        )
     tokens = np.concatenate((prompt, completion.output_ids), dtype=np.int32, casting="same_kind")
     loss_mask = np.zeros(p + n, dtype=np.bool_)
     loss_mask[p:] = True
@@ -109,7 +111,9 @@ def routing_rows(
     if given < rows:  # what stands in a missing row is never read; it is no valid expert of most models, least of all 0
         fill = np.full((rows - given, *experts.shape[1:]), np.iinfo(experts.dtype).max, dtype=experts.dtype)
         experts = np.concatenate((experts, fill))
-    source, version = provenance(c.versions, p, cached=c.cached_tokens, asked=c.asked_version, retractions=c.retractions)
+    source, version = provenance(
+        c.versions, p, cached=c.cached_tokens, asked=c.asked_version, retractions=c.retractions
+    )
     source[given:] = _MISSING
     version[given:] = -1
     return experts, _runs(source, version)

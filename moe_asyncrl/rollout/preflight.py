@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from moe_asyncrl.config.recipe import Recipe
+from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.tokenizer import Tokenizer
 from moe_asyncrl.rollout.prompts import eval_prompts, train_prompts
 from moe_asyncrl.scoring.scorer import Scorer, search_folders
@@ -21,6 +22,14 @@ def check_data(recipe: Recipe) -> None:
     tokenizer = Tokenizer.load(recipe.model.path)
     train_prompts(recipe, tokenizer)
     eval_prompts(recipe, tokenizer)
+
+
+def check_eval(recipe: Recipe) -> None:
+    """Raise UserError if the held-out file, the tokenizer or the reward function cannot be used, or there is no such file."""
+    if recipe.data.eval is None:
+        raise UserError("data.eval is not set: there is nothing to evaluate on")
+    asyncio.run(_load_reward(recipe))
+    eval_prompts(recipe, Tokenizer.load(recipe.model.path))
 
 
 async def _load_reward(recipe: Recipe) -> None:

@@ -52,7 +52,9 @@ class RewardProcess:
                 self.ready = msgspec.msgpack.decode(await self._frame(), type=Ready)
         except TimeoutError:
             await self.kill()
-            raise DeadlineExceeded(f"reward.function: waited {START_TIMEOUT_S:g} s for {self._name!r} to be imported") from None
+            raise DeadlineExceeded(
+                f"reward.function: waited {START_TIMEOUT_S:g} s for {self._name!r} to be imported"
+            ) from None
         except (_Died, msgspec.MsgspecError) as e:
             await self.kill()
             raise UserError(f"reward.function: {self._name!r}: {e} while it was imported") from None
@@ -112,7 +114,9 @@ class RewardProcess:
             return await self._process.stdout.readexactly(size)
         except asyncio.IncompleteReadError:
             status = await self._process.wait()
-            raise _Died(f"it ended by signal {-status}" if status < 0 else f"it ended with exit status {status}") from None
+            raise _Died(
+                f"it ended by signal {-status}" if status < 0 else f"it ended with exit status {status}"
+            ) from None
 
     async def kill(self) -> None:
         """End the process and all that it started in its session. Idempotent."""

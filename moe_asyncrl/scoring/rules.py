@@ -24,7 +24,9 @@ def numeric(completion: str, answer: str) -> float:
     Numbers may have thousands separators, decimals, an exponent, a fraction bar (3/4) or a percent sign.
     """
     got, want = last_number(completion), last_number(answer)
-    return float(got is not None and want is not None and math.isclose(got, want, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-9))
+    return float(
+        got is not None and want is not None and math.isclose(got, want, rel_tol=RELATIVE_TOLERANCE, abs_tol=1e-9)
+    )
 
 
 def last_number(text: str) -> float | None:

@@ -53,7 +53,9 @@ def load(name: str, search: Sequence[str]) -> tuple[Callable[..., Any], bool, st
         raise UserError(f"reward.function: importing {module_name!r} failed: {type(e).__name__}: {e}") from None
     function = getattr(module, function_name, None)
     if function is None:
-        raise UserError(f"reward.function: {module_name!r} ({getattr(module, '__file__', '?')}) has no {function_name!r}")
+        raise UserError(
+            f"reward.function: {module_name!r} ({getattr(module, '__file__', '?')}) has no {function_name!r}"
+        )
     if not callable(function):
         raise UserError(f"reward.function: {name!r} is not callable")
     try:

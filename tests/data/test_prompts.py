@@ -86,7 +86,10 @@ def test_a_file_that_changes_is_noticed(tmp_path: pathlib.Path) -> None:
         prompts[1]
 
 
-@given(st.text(min_size=1), st.dictionaries(st.text().filter(lambda k: k not in ("prompt", "messages", "answer")), st.text()))
+@given(
+    st.text(min_size=1),
+    st.dictionaries(st.text().filter(lambda k: k not in ("prompt", "messages", "answer")), st.text()),
+)
 def test_any_text_survives(text: str, metadata: dict[str, str]) -> None:
     import msgspec
 
@@ -123,4 +126,14 @@ def test_the_order_is_the_same_in_another_process() -> None:
     code = "from moe_asyncrl.data.prompts import permutation; print(permutation(9, seed=3, epoch=2).tolist())"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert out.stdout.strip() == str(permutation(9, seed=3, epoch=2).tolist())
-    assert permutation(9, seed=3, epoch=2).tolist() == [8, 2, 4, 1, 3, 6, 5, 0, 7]  # and in every build: checkpoints count on it
+    assert permutation(9, seed=3, epoch=2).tolist() == [
+        8,
+        2,
+        4,
+        1,
+        3,
+        6,
+        5,
+        0,
+        7,
+    ]  # and in every build: checkpoints count on it

@@ -1,0 +1,161 @@
+"""Greedy evaluation on held-out prompts.
+
+`accuracy` is the mean reward of the prompts that could be scored: for the built-in rules the share of right answers, for a
+function of the user's own its mean `total`. Prompts that could not be scored are counted apart, not as 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_asyncrl.config.recipe import Recipe
+from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.data.trajectory import SamplingParams
+from moe_asyncrl.engine.completion import Completion, GenerateRequest
+from moe_asyncrl.models.tokenizer import Tokenizer
+from moe_asyncrl.rollout.groups import jobs_for, usable
+from moe_asyncrl.rollout.prompts import ReadyPrompts
+from moe_asyncrl.scoring.score import TOTAL, Score
+from moe_asyncrl.scoring.scorer import Scorer
+
+LIST = 64
+"""Prompts in one request: few enough that a rollout's list gets its turn in between."""
+LISTS_AT_ONCE = 4
+
+Generate = Callable[[Sequence[GenerateRequest]], Awaitable[list[Completion]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalResult:
+    """What an evaluation came to."""
+
+    version: int
+    """Committed policy version at submission."""
+    newest_version: int
+    """Newest version that sampled a token: above `version` where the weights changed meanwhile."""
+    accuracy: float
+    n: int
+    """Prompts that were scored."""
+    failed: int
+    tokens: int
+    """Sampled tokens, all prompts together."""
+    seconds: float
+
+    def metrics(self) -> dict[str, Any]:
+        """The `eval` line of metrics.jsonl."""
+        return {"kind": "eval", "time": time.time(), **dataclasses.asdict(self)}
+
+
+async def evaluate(
+    prompts: ReadyPrompts, generate: Generate, tokenizer: Tokenizer, scorer: Scorer, *, version: int, tag: str = "eval"
+) -> EvalResult:
+    """One greedy answer for each prompt. `tag` begins the requests' names and is unique among running evaluations.
+
+    Raises UserError if not one prompt could be scored, and what `generate` and `scorer` raise.
+    """
+    begun = time.monotonic()
+    slots = asyncio.Semaphore(LISTS_AT_ONCE)
+
+    async def part(start: int) -> tuple[list[Completion], list[Score]]:
+        async with slots:
+            ready = [prompts[i] for i in range(start, min(start + LIST, len(prompts)))]
+            completions = await generate(
+                [
+                    GenerateRequest(
+                        rid=f"{tag}-{version}-{start + i}",
+                        input_ids=p.ids,
+                        sampling=SamplingParams(temperature=0.0, max_new_tokens=p.max_new_tokens),
+                        version=version,
+                        stop_token_ids=tokenizer.eos_ids,
+                    )
+                    for i, p in enumerate(ready)
+                ]
+            )
+        good = [(p, c) for p, c in zip(ready, completions, strict=True) if usable(c)]
+        jobs = [job for p, c in good for job in jobs_for(p, [c], tokenizer)]
+        return completions, await scorer.score(jobs)
+
+    done = await asyncio.gather(*(part(i) for i in range(0, len(prompts), LIST)))
+    completions = [c for part_, _ in done for c in part_]
+    totals = [s.rewards[TOTAL] for _, scores in done for s in scores if s.status == "ok"]
+    if not totals:
+        last = next((s.detail for _, scores in done for s in scores), "no completion came back whole")
+        raise UserError(f"evaluation: none of {len(prompts)} answers could be scored; one reason: {last}")
+    return EvalResult(
+        version=version,
+        newest_version=max((int(c.versions.max()) for c in completions if len(c.versions)), default=version),
+        accuracy=sum(totals) / len(totals),
+        n=len(totals),
+        failed=len(prompts) - len(totals),
+        tokens=sum(len(c.output_ids) for c in completions),
+        seconds=time.monotonic() - begun,
+    )
+
+
+async def evaluate_at(url: str, recipe: Recipe, *, api_key: str | None = None) -> EvalResult:
+    """Evaluate the model that a server at `url` serves, on the recipe's held-out file.
+
+    Raises UserError for a recipe without one, bad data, a bad reward function, or an engine that fails.
+    """
+    from moe_asyncrl.engine.client import EngineClient
+    from moe_asyncrl.rollout.prompts import eval_prompts
+    from moe_asyncrl.scoring.scorer import search_folders
+
+    tokenizer = Tokenizer.load(recipe.model.path)
+    prompts = eval_prompts(recipe, tokenizer)
+    if prompts is None:
+        raise UserError("data.eval is not set: there is nothing to evaluate on")
+    scorer = await Scorer.start(recipe.reward, search=search_folders(recipe.reward))
+    try:
+        async with EngineClient(url, name="engine", api_key=api_key) as client:
+
+            async def generate(requests: Sequence[GenerateRequest]) -> list[Completion]:
+                return await client.generate(requests, deadline_s=recipe.engine.request_timeout_s)
+
+            return await evaluate(prompts, generate, tokenizer, scorer, version=-1)
+    finally:
+        await scorer.close()
+
+
+def evaluate_model(recipe: Recipe, *, cpu: bool, log_path: Path) -> EvalResult:
+    """Start a server for `recipe.model.path`, evaluate it on `data.eval`, stop the server. For use outside an event loop.
+
+    Raises UserError; data and reward are checked before the server is started.
+    """
+    import os
+    import secrets
+    import sys
+
+    from moe_asyncrl.engine.command import EngineArgs, spread_cores
+    from moe_asyncrl.engine.server import Server, free_port
+    from moe_asyncrl.models.spec import ModelSpec
+    from moe_asyncrl.rollout.preflight import check_eval
+
+    check_eval(recipe)
+    e = recipe.engine
+    key = secrets.token_hex(16)
+    args = EngineArgs(
+        model=recipe.model.path,
+        port=free_port(e.host),
+        python=e.python or sys.executable,
+        host=e.host,
+        dtype=e.dtype,
+        tp=e.tp,
+        ep=e.ep,
+        moe=ModelSpec.from_hf(recipe.model.path).is_moe,
+        context_length=recipe.model.max_context,
+        max_running_requests=e.max_running_requests,
+        max_total_tokens=e.max_total_tokens,
+        random_seed=recipe.run.seed,
+        api_key=key,
+        cores=spread_cores(e.tp, 0, tuple(sorted(os.sched_getaffinity(0)))) if cpu and e.tp > 1 else (),
+        extra_args=e.extra_args,
+    )
+    with Server.start(args, cpu=cpu, log_path=log_path, name="engine") as server:
+        server.wait_ready(e.start_timeout_s)
+        return asyncio.run(evaluate_at(server.url, recipe, api_key=key))
