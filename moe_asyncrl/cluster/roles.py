@@ -17,7 +17,7 @@ from moe_asyncrl.telemetry.run_folder import write_atomic
 
 MODULES = {
     "buffer": "moe_asyncrl.buffer.role",
-    "engine": "moe_asyncrl.engine.role",
+    "engine": "moe_asyncrl.cluster.engine_role",
     "rollout": "moe_asyncrl.rollout.role",
     "trainer": "moe_asyncrl.train.role",
 }

@@ -1,0 +1,168 @@
+"""The trainer-sampler KL with routing replayed and live, on tokens that the trainer's current weights sampled.
+
+Measured right after a commit, while no newer weights exist: the first rank has the engine answer a fixed set of prompts,
+then all ranks score the answers twice. A token whose version is not the current one is left out with its whole answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from moe_asyncrl.algorithms.kl import k3
+from moe_asyncrl.config.recipe import Recipe
+from moe_asyncrl.data.errors import EngineLost, UserError
+from moe_asyncrl.data.messages import Member, RunState
+from moe_asyncrl.data.trajectory import SamplingParams
+from moe_asyncrl.engine.client import EngineClient
+from moe_asyncrl.engine.completion import Completion, GenerateRequest
+from moe_asyncrl.train.batch import Sample
+from moe_asyncrl.train.passes import ModelOnRank
+from moe_asyncrl.train.score import score
+from moe_asyncrl.weights.lockstep import Lockstep
+
+LONGEST_ANSWER = 64
+"""Tokens; enough to meet every router often, short enough not to hold up the trainer."""
+ANSWER_DEADLINE_S = 120.0
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One completion, as it goes to the other ranks."""
+
+    prompt: int
+    tokens: bytes
+    logprobs: bytes
+    experts: bytes
+    rows: tuple[int, ...]
+    dtype: str
+
+
+class _Answers(msgspec.Struct, frozen=True, kw_only=True):
+    """All of them, or why there are none."""
+
+    answers: tuple[_Answer, ...]
+    problem: str = ""
+
+
+class Probe:
+    """One per trainer rank; all ranks make the same calls."""
+
+    def __init__(
+        self,
+        model: ModelOnRank,
+        recipe: Recipe,
+        *,
+        prompts: Sequence[Sequence[int]] = (),
+        state: Callable[[], RunState] | None = None,
+        connect: Callable[[Member], EngineClient] | None = None,
+    ) -> None:
+        """`prompts` (token ids), `state` and `connect` are for the first rank only.
+
+        `connect` makes a client that asks for routed experts.
+        """
+        self._model, self._recipe = model, recipe
+        self._prompts, self._state, self._connect = prompts, state, connect
+        self._lockstep = Lockstep(model.rank, model.layout.world_size, None)
+
+    def measure(self, version: int) -> dict[str, Any] | None:
+        """`kl_replay` and `kl_live` (mean k3 in nats a token), `tokens`, on all ranks; None if no engine answered.
+
+        Collective. The committed version must be `version`, and the trainer's weights those.
+        """
+        mine: _Answers | None = None
+        if self._model.rank == 0:
+            try:
+                mine = self._sample(version)
+            except (UserError, EngineLost) as error:
+                mine = _Answers(answers=(), problem=str(error))
+        found = self._lockstep.follow(mine, _Answers)
+        if not found.answers:
+            return None
+        samples = [_sample(i, a) for i, a in enumerate(found.answers)]
+        temperature = self._recipe.rollout.temperature
+        tokens = self._recipe.trainer.micro_batch_tokens
+
+        def mean_k3(mode: Any) -> float:
+            scored = score(
+                self._model,
+                samples,
+                temperature=temperature,
+                mode=mode,
+                allow_missing=self._recipe.replay.allow_missing,
+                micro_batch_tokens=tokens,
+            )
+            each = [
+                k3(
+                    torch.from_numpy(s.sampler_logprobs[s.trained]).double(),  # type: ignore[index]
+                    torch.from_numpy(ours[s.trained]).double(),
+                )
+                for s, ours in zip(samples, scored, strict=True)
+            ]
+            return float(torch.cat(each).mean())
+
+        return {
+            "version": version,
+            "kl_replay": mean_k3("replay"),
+            "kl_live": mean_k3("off"),
+            "tokens": sum(int(s.trained.sum()) for s in samples),
+        }
+
+    def _sample(self, version: int) -> _Answers:
+        """The engine's answers, on the first rank. Raises `UserError` or `EngineLost`."""
+        assert self._state is not None and self._connect is not None
+        members = [m for m in self._state().members if m.state == "serving" and m.version == version]
+        if not members:
+            raise UserError(f"no engine serves version {version}")
+        sampling = SamplingParams(
+            temperature=self._recipe.rollout.temperature,
+            max_new_tokens=min(self._recipe.rollout.max_new_tokens, LONGEST_ANSWER),
+        )
+        requests = [
+            GenerateRequest(rid=f"probe-{version}-{i}", input_ids=ids, sampling=sampling, version=version)
+            for i, ids in enumerate(self._prompts)
+        ]
+        client = self._connect(members[0])
+
+        async def ask() -> list[Completion]:
+            async with client:
+                return await client.generate(requests, deadline_s=ANSWER_DEADLINE_S)
+
+        done = asyncio.run(ask())
+        whole = [
+            (r, c)
+            for r, c in zip(requests, done, strict=True)
+            if len(c.output_ids) and c.experts is not None and bool((c.versions == version).all())
+        ]
+        return _Answers(answers=tuple(_answer(r, c) for r, c in whole))
+
+
+def _answer(request: GenerateRequest, completion: Completion) -> _Answer:
+    assert completion.experts is not None
+    tokens = np.concatenate([np.asarray(request.input_ids, dtype=np.int32), completion.output_ids])
+    return _Answer(
+        prompt=len(request.input_ids),
+        tokens=tokens.astype("<i4").tobytes(),
+        logprobs=completion.logprobs.astype("<f4").tobytes(),
+        experts=completion.experts.tobytes(),
+        rows=completion.experts.shape,
+        dtype=completion.experts.dtype.str,
+    )
+
+
+def _sample(number: int, a: _Answer) -> Sample:
+    tokens = np.frombuffer(a.tokens, dtype="<i4")
+    trained = np.arange(len(tokens)) >= a.prompt
+    logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
+    logprobs[trained] = np.frombuffer(a.logprobs, dtype="<f4")
+    return Sample(
+        name=f"probe-{number}",
+        tokens=tokens,
+        trained=trained,
+        sampler_logprobs=logprobs,
+        experts=np.frombuffer(a.experts, dtype=np.dtype(a.dtype)).reshape(a.rows),
+    )
