@@ -60,7 +60,7 @@ class Progress:
             parts.append(f"buffer {m['buffer_held']}/{m['buffer_capacity']}")
         if m.get("coverage") is not None:
             parts.append(f"coverage {m['coverage']:.3f} flips {m['flip_rate']:.4f}")
-        if self._probe:
+        if self._probe.get("kl_replay") is not None:
             parts.append(f"KL {self._probe['kl_replay']:.1e} (live {self._probe['kl_live']:.1e})")
         if self._pace is not None:
             parts.append(f"ETA {duration(self._pace * (self._total - int(m['step'])))}")

@@ -52,7 +52,7 @@ def summarize(
     """Read metrics and events once, line by line, and sum them up. Events that ended before `since` are left out."""
     s = Summary(status=status, error=error, seconds=seconds, trajectories=counts)
     rows = known = same = 0.0
-    probes: list[tuple[float, float, float]] = []
+    probes: list[dict[str, Any]] = []
     for m in read_jsonl(folder.metrics_path):
         kind = m.get("kind")
         if kind == "step":
@@ -68,13 +68,10 @@ def summarize(
                 s.accuracy_before = float(m["accuracy"])
             s.accuracy_after = float(m["accuracy"])
         elif kind == "probe":
-            probes.append((float(m["kl_replay"]), float(m["kl_live"]), float(m["tokens"])))
+            probes.append(m)
     if rows:
         s.replay_coverage, s.coverage_same_version = known / rows, same / rows
-    if probes:
-        tokens = sum(p[2] for p in probes)
-        s.kl_replay = sum(p[0] * p[2] for p in probes) / tokens
-        s.kl_live = sum(p[1] * p[2] for p in probes) / tokens
+    s.kl_replay, s.kl_live = _token_mean(probes, "kl_replay"), _token_mean(probes, "kl_live")
     generating: list[tuple[float, float]] = []
     stepping: list[tuple[float, float]] = []
     versions: set[int] = set()
@@ -90,6 +87,12 @@ def summarize(
     s.weight_versions = len(versions)
     s.overlap = overlap(generating, stepping)
     return s
+
+
+def _token_mean(probes: list[dict[str, Any]], name: str) -> float | None:
+    known = [p for p in probes if p.get(name) is not None]
+    tokens = sum(float(p["tokens"]) for p in known)
+    return sum(float(p[name]) * float(p["tokens"]) for p in known) / tokens if tokens else None
 
 
 def _max(a: int | None, b: Any) -> int | None:

@@ -1,7 +1,7 @@
 """The trainer-sampler KL with routing replayed and live, on tokens that the trainer's current weights sampled.
 
-Measured right after a commit, while no newer weights exist: the first rank has the engine answer a fixed set of prompts,
-then all ranks score the answers twice. A token whose version is not the current one is left out with its whole answer.
+Measured right after a commit, while no newer weights exist: the first rank has the engine answer a fixed set of
+prompts, then all ranks score the answers twice. An answer with a token of any other version is left out.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bytes
     experts: bytes
     rows: tuple[int, ...]
+    """Shape of `experts`; empty for a dense model."""
     dtype: str
 
 
@@ -72,7 +73,7 @@ class Probe:
     def measure(self, version: int) -> dict[str, Any] | None:
         """`kl_replay` and `kl_live` (mean k3 in nats a token), `tokens`, on all ranks; None if no engine answered.
 
-        Collective. The committed version must be `version`, and the trainer's weights those.
+        `kl_replay` is None for a dense model. Collective. The committed version must be `version`, and the trainer's weights those.
         """
         mine: _Answers | None = None
         if self._model.rank == 0:
@@ -107,7 +108,7 @@ class Probe:
 
         return {
             "version": version,
-            "kl_replay": mean_k3("replay"),
+            "kl_replay": mean_k3("replay") if self._model.router_shape is not None else None,
             "kl_live": mean_k3("off"),
             "tokens": sum(int(s.trained.sum()) for s in samples),
         }
@@ -136,21 +137,21 @@ class Probe:
         whole = [
             (r, c)
             for r, c in zip(requests, done, strict=True)
-            if len(c.output_ids) and c.experts is not None and bool((c.versions == version).all())
+            if len(c.output_ids) and bool((c.versions == version).all())
         ]
         return _Answers(answers=tuple(_answer(r, c) for r, c in whole))
 
 
 def _answer(request: GenerateRequest, completion: Completion) -> _Answer:
-    assert completion.experts is not None
+    experts = completion.experts
     tokens = np.concatenate([np.asarray(request.input_ids, dtype=np.int32), completion.output_ids])
     return _Answer(
         prompt=len(request.input_ids),
         tokens=tokens.astype("<i4").tobytes(),
         logprobs=completion.logprobs.astype("<f4").tobytes(),
-        experts=completion.experts.tobytes(),
-        rows=completion.experts.shape,
-        dtype=completion.experts.dtype.str,
+        experts=b"" if experts is None else experts.tobytes(),
+        rows=() if experts is None else experts.shape,
+        dtype="|u1" if experts is None else experts.dtype.str,
     )
 
 
@@ -164,5 +165,5 @@ def _sample(number: int, a: _Answer) -> Sample:
         tokens=tokens,
         trained=trained,
         sampler_logprobs=logprobs,
-        experts=np.frombuffer(a.experts, dtype=np.dtype(a.dtype)).reshape(a.rows),
+        experts=np.frombuffer(a.experts, dtype=np.dtype(a.dtype)).reshape(a.rows) if a.rows else None,
     )
