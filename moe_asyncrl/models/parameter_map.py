@@ -5,7 +5,6 @@ One map serves the load of a checkpoint, the export, the weight updates and the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
@@ -93,8 +92,3 @@ def parameter_map(spec: ModelSpec) -> ParameterMap:
     from moe_asyncrl.models.families import FAMILIES
 
     return ParameterMap(tuple(FAMILIES[spec.architecture].entries(spec)))
-
-
-def by_expert(entries: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """Entries on the dense grid and on the expert grid."""
-    return [e for e in entries if e.expert is None], [e for e in entries if e.expert is not None]

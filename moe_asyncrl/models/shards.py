@@ -11,6 +11,9 @@ from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.parameter_map import Entry, Place, parameter_map
 from moe_asyncrl.models.spec import ModelSpec
 
+EMBEDDING_STAGE = (0, 0)
+"""(pipeline rank, chunk) of the embedding in every layout."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -61,7 +64,7 @@ def rank_shards(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[Shard]:
     at = layout.coordinates(rank)
     for entry in parameter_map(spec).entries:
         pp, chunk = stage_of(entry, spec, layout)
-        if pp != at.pp or (entry.tied_copy and stage_of_embedding(layout) == (pp, chunk)):
+        if pp != at.pp or (entry.tied_copy and (pp, chunk) == EMBEDDING_STAGE):
             continue
         if entry.expert is not None:
             if entry.expert in layout.experts_of(at.ep, spec.num_experts):
@@ -90,17 +93,11 @@ def entry_owners(entry: Entry, spec: ModelSpec, layout: Layout) -> tuple[int, ..
 def stage_of(entry: Entry, spec: ModelSpec, layout: Layout) -> tuple[int, int]:
     """(pipeline rank, chunk) of an entry."""
     if entry.place is Place.FIRST:
-        return stage_of_embedding(layout)
+        return EMBEDDING_STAGE
     if entry.place is Place.LAST:
         return layout.pp - 1, layout.chunks - 1
     assert entry.layer is not None
     return layout.owner_of_layer(entry.layer, spec.num_layers)
-
-
-def stage_of_embedding(layout: Layout) -> tuple[int, int]:
-    """(pipeline rank, chunk) of the embedding: the first stage of any layout."""
-    del layout
-    return 0, 0
 
 
 def _part(entry: Entry, index: int, count: int) -> tuple[int, int]:

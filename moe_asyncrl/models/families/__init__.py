@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.families import qwen3, qwen3_moe
 from moe_asyncrl.models.families.family import Family
 
@@ -15,8 +16,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 def family_named(name: str) -> Family:
     """The family with our short name, for example `qwen3_moe`. Raises UserError if there is none."""
-    from moe_asyncrl.data.errors import UserError
-
     for family in FAMILIES.values():
         if family.name == name:
             return family
