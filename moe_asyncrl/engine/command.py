@@ -35,7 +35,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one sequence; None takes the model's own."""
     max_running_requests: int = 256
     max_total_tokens: int | None = None
-    """KV slots, in tokens. None: SGLang's choice on a GPU, 16,384 on a CPU."""
+    """KV slots, in tokens. None: SGLang's choice on a GPU, 65,536 on a CPU."""
     mem_fraction: float | None = None
     """Share of memory for weights and KV cache. None: SGLang's choice on a GPU, at most 0.3 of the machine on a CPU."""
     random_seed: int = 0
@@ -92,7 +92,7 @@ def build_command(args: EngineArgs, *, cpu: bool) -> Command:
     tokens, fraction = args.max_total_tokens, args.mem_fraction
     env = {MODE_VARIABLE: "cpu" if cpu else "gpu"}
     if cpu:
-        tokens = tokens or 16384
+        tokens = tokens or 65536
         fraction = fraction or 0.3
         argv += [
             "--device", "cpu",

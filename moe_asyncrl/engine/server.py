@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from moe_asyncrl.data.errors import DeadlineExceeded, UserError
 from moe_asyncrl.engine.command import EngineArgs, build_command, child_environment
@@ -60,11 +61,14 @@ def check_port(host: str, port: int) -> None:
 class Server:
     """A running server. Made by `start`; use `wait_ready` before the first request and `stop` at the end."""
 
-    def __init__(self, args: EngineArgs, name: str, process: subprocess.Popen[bytes], log_path: pathlib.Path) -> None:
+    def __init__(
+        self, args: EngineArgs, name: str, process: subprocess.Popen[bytes], log_path: pathlib.Path, log_start: int
+    ) -> None:
         self.args = args
         self.name = name
         self.log_path = log_path
         self._process = process
+        self._log_start = log_start
 
     @classmethod
     def start(
@@ -87,6 +91,7 @@ class Server:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid())]
         with log_path.open("ab") as log:
+            log_start = log.tell()
             process = subprocess.Popen(
                 [*guard, *command.argv],
                 env=child_environment(os.environ if environ is None else environ, command),
@@ -95,7 +100,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return cls(args, name, process, log_path)
+        return cls(args, name, process, log_path, log_start)
 
     @property
     def url(self) -> str:
@@ -115,7 +120,7 @@ class Server:
         status = self.exit_status()
         if status is None:
             return
-        log = self.log_path.read_text(errors="replace")
+        log = self.log_path.read_bytes()[self._log_start :].decode(errors="replace")
         tail = "\n".join(log.splitlines()[-TAIL_LINES:])
         ended = f"killed by signal {status - 128}" if status > 128 else f"exit status {status}"
         reason = last_error(log) or "no error in its log"
@@ -126,7 +131,9 @@ class Server:
         end = time.monotonic() + deadline_s
         while True:
             self.check_alive()
-            if self._answers():
+            if self._ask("GET", "/model_info").get("model_path") == self.args.model:
+                # SGLang does this itself after its warm-up, which we skip; it keeps the collector off what never dies.
+                self._ask("POST", "/freeze_gc")
                 return
             if time.monotonic() > end:
                 raise DeadlineExceeded(
@@ -135,17 +142,17 @@ class Server:
                 )
             time.sleep(POLL_S)
 
-    def _answers(self) -> bool:
+    def _ask(self, method: str, path: str) -> dict[str, Any]:
+        """The JSON object that the port answers; empty if it does not, or if another program answers."""
         headers = {"Authorization": f"Bearer {self.args.api_key}"} if self.args.api_key else {}
-        connection = http.client.HTTPConnection(self.args.host, self.args.port, timeout=5)
+        connection = http.client.HTTPConnection(self.args.host, self.args.port, timeout=10)
         try:
-            connection.request("GET", "/model_info", headers=headers)
+            connection.request(method, path, headers=headers)
             reply = connection.getresponse()
-            body = reply.read()
-            # Another program may have taken the port between our check and the server's start.
-            return reply.status == 200 and json.loads(body).get("model_path") == self.args.model
+            found = json.loads(reply.read())
+            return found if reply.status == 200 and isinstance(found, dict) else {}
         except (OSError, http.client.HTTPException, ValueError):
-            return False
+            return {}
         finally:
             connection.close()
 

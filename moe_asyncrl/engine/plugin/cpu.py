@@ -56,14 +56,35 @@ def unpin() -> None:
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
+def skip_freeze(*args: Any, **kwargs: Any) -> None:
+    """The server asks itself over HTTP before it listens, and logs a traceback; our launcher asks when it does listen."""
+
+
 def register_cpu() -> None:
-    """Register every hook with SGLang, once per process (SGLang calls plugins once)."""
+    """Register every hook with SGLang, once per process (SGLang calls plugins once).
+
+    Raises SystemExit if SGLang has changed: it would only log that a hook failed, and serve without it.
+    """
     import importlib
+    import multiprocessing
+    import pkgutil
 
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for target, kind, where in HOOKS:
+    hooks = list(HOOKS)
+    if multiprocessing.parent_process() is None:
+        # Only the server's main process has this module loaded.
+        hooks.append(
+            ("sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup", "replace", "cpu:skip_freeze")
+        )
+    for target, kind, where in hooks:
         module, function = where.split(":")
         hook = getattr(importlib.import_module(f"moe_asyncrl.engine.plugin.{module}"), function)
+        try:
+            pkgutil.resolve_name(target)
+        except (ImportError, AttributeError) as e:
+            raise SystemExit(
+                f"Error: this version of SGLang has no {target}, which a CPU engine must replace: {e}"
+            ) from e
         HookRegistry.register(target, hook, HookType(kind))
     unpin()
