@@ -11,10 +11,10 @@ def group_advantages(
 ) -> Tensor:
     """Advantages relative to the samples of the same prompt.
 
-    `A_i = r_i - mean(r)`, over the scored samples of the group only; divided by `std(r) + eps` where
-    `normalize_std` is set (GRPO, arXiv 2402.03300, section 4.1.2, with the population's standard deviation). A sample that was
-    not scored gets 0 and does not move its siblings; so does a sample without a scored sibling, as there is nothing that
-    it could be relative to.
+    `A_i = r_i - mean(r)`, over the scored samples of the group only; divided by `std(r) + eps` where `normalize_std` is
+    set (GRPO, arXiv 2402.03300, section 4.1.2, with the population's standard deviation). A sample that was not scored
+    gets 0 and does not move its siblings; so does a sample without a scored sibling, as there is nothing that it could
+    be relative to.
 
     Args:
         rewards: float [N]; read only where `scored`.

@@ -45,8 +45,8 @@ def policy_terms(
 ) -> PolicyTerms:
     """`-w * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = pi_new / pi_old`.
 
-    The surrogate is PPO's (arXiv 1707.06347, equation 7) with the two bounds apart (DAPO, arXiv 2503.14476, section 3.1);
-    `w` is `importance_weight`.
+    The surrogate is PPO's (arXiv 1707.06347, equation 7) with the two bounds apart (DAPO, arXiv 2503.14476, section
+    3.1); `w` is `importance_weight`.
 
     Args:
         new: float [...], log-probabilities under the weights being trained; the gradient goes here.

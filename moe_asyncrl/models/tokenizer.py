@@ -56,7 +56,8 @@ class Tokenizer:
         contents are joined by newlines and encoded as text.
 
         Raises:
-            UserError: names the prompt: no chat template, a template that fails, no token, or an id outside the model's vocabulary.
+            UserError: names the prompt: no chat template, a template that fails, no token, or an id outside the
+                model's vocabulary.
         """
         if prompt.messages is not None and chat == "auto":
             ids = self._rendered(prompt)
@@ -67,7 +68,7 @@ class Tokenizer:
         return self._checked(ids, prompt.source)
 
     def encode_answer(self, answer: str, source: str, *, close: bool = True) -> list[int]:
-        """Ids of an answer that follows a prompt, closed by the first end-of-sequence id. Raises `UserError` as above."""
+        """Ids of an answer that follows a prompt, closed by the first end-of-sequence id. Raises UserError as above."""
         ids = list(self._inner.encode(answer, add_special_tokens=False))
         return self._checked([*ids, self.eos_ids[0]] if close else ids, source)
 
@@ -78,10 +79,13 @@ class Tokenizer:
     def _rendered(self, prompt: Prompt) -> list[int]:
         if not getattr(self._inner, "chat_template", None):
             raise UserError(
-                f"{prompt.source}: `messages` need a chat template and {self.directory} has none; give `prompt`, or set data.chat to never"
+                f"{prompt.source}: `messages` need a chat template and {self.directory} has none; "
+                "give `prompt`, or set data.chat to never"
             )
         try:
-            text = self._inner.apply_chat_template(list(prompt.messages or ()), add_generation_prompt=True, tokenize=False)
+            text = self._inner.apply_chat_template(
+                list(prompt.messages or ()), add_generation_prompt=True, tokenize=False
+            )
         except Exception as e:  # a template is a program of the model's author
             raise UserError(f"{prompt.source}: the chat template fails: {first_line(e)}") from e
         return list(self._inner.encode(text, add_special_tokens=False))

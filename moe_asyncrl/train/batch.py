@@ -1,8 +1,8 @@
 """Samples -> one packed micro-batch of tensors on one rank.
 
 Inputs are tokens [0, T-1) and labels tokens [1, T) of each sample, laid end to end. What belongs to the prediction of
-token i + 1 (its weight, advantage, sampler's log-probability) therefore stands at position i, and so does routing row i.
-Padding is one more sequence at the end: it can neither be attended to by real tokens nor shift them.
+token i + 1 (its weight, advantage, sampler's log-probability) therefore stands at position i, and so does routing
+row i. Padding is one more sequence at the end: it can neither be attended to by real tokens nor shift them.
 """
 
 from __future__ import annotations
@@ -178,9 +178,7 @@ def _laid(total: int, dtype: npt.DTypeLike, parts: Sequence[np.ndarray]) -> np.n
     return out
 
 
-def _routing(
-    samples: Sequence[Sample], total: int, real: int, router: RouterShape, rank: int
-) -> tuple[Tensor, Tensor]:
+def _routing(samples: Sequence[Sample], total: int, real: int, router: RouterShape, rank: int) -> tuple[Tensor, Tensor]:
     rows = np.zeros((total, router.layers, router.top_k), dtype=np.uint16)
     known = np.zeros(total, dtype=np.bool_)
     at = 0

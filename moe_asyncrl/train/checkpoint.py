@@ -2,8 +2,8 @@
 
 The optimizer is saved in its fully reshardable form: one tensor of the model's own shape for each weight and moment.
 What Megatron-Core would save beside it, its parameter groups, is left out: they differ between pipeline stages and
-layouts, and all that they know is settings, which the recipe has, and Adam's step, which our side file has. Nothing in a
-step is random (there is no dropout), so there is no generator to save.
+layouts, and all that they know is settings, which the recipe has, and Adam's step, which our side file has. Nothing in
+a step is random (there is no dropout), so there is no generator to save.
 """
 
 from __future__ import annotations
@@ -63,7 +63,11 @@ def load(state: TrainState, folder: Path) -> CheckpointInfo:
     for i, (optimizer, common) in optimizers.items():
         groups = [{**group, "step": info.adam_steps} for group in common["optimizer"]["param_groups"]]
         optimizer.load_state_dict(
-            {**common, "optimizer": {**common["optimizer"], "param_groups": groups}, "param_state": loaded["optimizer"][i]}
+            {
+                **common,
+                "optimizer": {**common["optimizer"], "param_groups": groups},
+                "param_state": loaded["optimizer"][i],
+            }
         )
     return info
 

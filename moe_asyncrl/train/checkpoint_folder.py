@@ -1,7 +1,8 @@
 """Which checkpoints there are, and which of them are whole. Nothing here knows what is in them.
 
-A checkpoint is a folder `step-00000012` whose `trainer.json` is written last and atomically, and lists the size of every
-other file. A folder without it, or with a file that is missing or short, is not a checkpoint: a save was interrupted.
+A checkpoint is a folder `step-00000012` whose `trainer.json` is written last and atomically, and lists the size of
+every other file. A folder without it, or with a file that is missing or short, is not a checkpoint: a save was
+interrupted.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def seal(folder: Path, info: CheckpointInfo) -> None:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != SIDE_FILE and not path.name.startswith(".")
     }
-    write_atomic(folder / SIDE_FILE, msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(info, files=files))))
+    write_atomic(
+        folder / SIDE_FILE, msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(info, files=files)))
+    )
 
 
 def read_info(folder: Path) -> CheckpointInfo:
@@ -74,9 +77,8 @@ def read_info(folder: Path) -> CheckpointInfo:
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
         if found != size:
-            raise UserError(
-                f"{folder}: not a complete checkpoint: {name} {'is missing' if found is None else f'has {found} of {size} bytes'}"
-            )
+            what = "is missing" if found is None else f"has {found} of {size} bytes"
+            raise UserError(f"{folder}: not a complete checkpoint: {name} {what}")
     return info
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -26,6 +27,9 @@ SUMS = (
     "decisions",
     "flipped",
     "missing",
+    "rows",
+    "known_rows",
+    "same_version_rows",
 )
 MAXIMA = ("ratio", "importance", "logprob_gap")
 
@@ -108,6 +112,12 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Mean over trained tokens, in nats."""
     flip_fraction: float | None = None
     """Router decisions in which today's router would have chosen another set of experts."""
+    rows: int = 0
+    """Routing rows: one for each position of the trajectories."""
+    coverage: float | None = None
+    """Part of them that the sampler reported."""
+    coverage_same_version: float | None = None
+    """Part of them that was routed by the weights that sampled their token."""
 
 
 def step_metrics(
@@ -141,4 +151,53 @@ def step_metrics(
         sampler_kl=mean("k3"),
         entropy=s["entropy"] / s["entropy_tokens"] if s["entropy_tokens"] else None,
         flip_fraction=s["flipped"] / s["decisions"] if s["decisions"] else None,
+        rows=int(s["rows"]),
+        coverage=s["known_rows"] / s["rows"] if s["rows"] else None,
+        coverage_same_version=s["same_version_rows"] / s["rows"] if s["rows"] else None,
     )
+
+
+def combined(parts: Sequence[StepMetrics]) -> StepMetrics:
+    """One batch's updates as one: counts and seconds add up, maxima of maxima, means weighted by trained tokens."""
+    if len(parts) == 1:
+        return parts[0]
+    tokens = sum(p.tokens for p in parts)
+
+    def mean(name: str) -> float | None:
+        known = [(getattr(p, name), p.tokens) for p in parts if getattr(p, name) is not None]
+        weight = sum(n for _, n in known)
+        return sum(v * n for v, n in known) / weight if weight else None
+
+    def top(name: str) -> float | None:
+        return max((getattr(p, name) for p in parts if getattr(p, name) is not None), default=None)
+
+    rows = sum(p.rows for p in parts)
+    positions = sum(p.positions for p in parts)
+    return StepMetrics(
+        loss=mean("loss") or 0.0,
+        grad_norm=mean("grad_norm") or 0.0,
+        lr=parts[-1].lr,
+        tokens=tokens,
+        sequences=sum(p.sequences for p in parts),
+        positions=positions,
+        padding=sum(p.padding * p.positions for p in parts) / max(1, positions),
+        micro_batches=sum(p.micro_batches for p in parts),
+        seconds=sum(p.seconds for p in parts),
+        rows=rows,
+        coverage=sum((p.coverage or 0.0) * p.rows for p in parts) / rows if rows else None,
+        coverage_same_version=sum((p.coverage_same_version or 0.0) * p.rows for p in parts) / rows if rows else None,
+        **{name: mean(name) for name in _MEANS},
+        **{name: top(name) for name in ("ratio_max", "importance_max", "logprob_gap_max")},
+    )
+
+
+_MEANS = (
+    "ratio_mean",
+    "clip_fraction",
+    "importance_mean",
+    "importance_capped",
+    "logprob_gap",
+    "sampler_kl",
+    "entropy",
+    "flip_fraction",
+)

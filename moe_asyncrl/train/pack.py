@@ -85,7 +85,7 @@ def _spread(order: Sequence[int], costs: Sequence[float], parts: int) -> list[li
 def _first_fit(share: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """First fit in the given (falling) order; a sequence above the capacity is alone."""
     bins: list[list[int]] = []
-    # Room of each bin as a maximum tree: finding the first that fits takes log(bins), as batches may have many thousands.
+    # Room of each bin as a maximum tree: finding the first that fits takes log(bins), and there may be thousands.
     size = 1 << max(0, len(share) - 1).bit_length()
     room = [0] * (2 * size)
 

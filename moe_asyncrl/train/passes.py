@@ -86,7 +86,7 @@ def run_passes(
     mode: Mode = "off",
     allow_missing: bool = False,
 ) -> tuple[list[dict[str, Any]], ReplayStats | None]:
-    """Run all micro-batches; afterwards, unless `forward_only`, gradients are summed over ranks, ready for the optimizer.
+    """Run all micro-batches; afterwards, unless `forward_only`, gradients are summed over ranks for the optimizer.
 
     The gradient is that of the sum of all losses over micro-batches and data-parallel ranks: nothing is divided by a
     number of tokens or micro-batches, since the token weights already did.

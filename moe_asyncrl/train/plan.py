@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -53,8 +54,8 @@ class BatchPlan:
 def crossover_length(spec: ModelSpec) -> int:
     """Length at which the quadratic part of attention costs as much as all matrices.
 
-    Forward multiply-adds of one token: its active parameters; of attention over n/2 earlier tokens on average, scores and
-    values: n * heads * head_dim a layer.
+    Forward multiply-adds of one token: its active parameters; of attention over n/2 earlier tokens on average, scores
+    and values: n * heads * head_dim a layer.
     """
     quadratic = spec.num_layers * spec.num_attention_heads * spec.head_dim
     return max(1, active_parameters(spec) // quadratic)
@@ -83,7 +84,7 @@ def plan_batch(
     rewards = torch.tensor([h.rewards.get(REWARD, 0.0) for h in headers], dtype=torch.float64)
     advantages = group_advantages(rewards, member, scored, normalize_std=algorithm.normalize_std).tolist()
     known = rewards[scored]
-    uniform = sum(1 for i in range(len(groups)) if not any(a for a, m in zip(advantages, member.tolist(), strict=True) if m == i))
+    learnt_from = {m for a, m in zip(advantages, member.tolist(), strict=True) if a}
 
     updates = []
     for part in split_evenly(len(groups), algorithm.updates_per_batch):
@@ -111,7 +112,7 @@ def plan_batch(
         updates=tuple(updates),
         reward_mean=float(known.mean()) if known.numel() else None,
         reward_std=float(known.std(correction=0)) if known.numel() else None,
-        uniform_groups=uniform,
+        uniform_groups=len(groups) - len(learnt_from),
         unscored=int((~scored).sum()),
     )
 
@@ -125,4 +126,4 @@ def split_evenly(n: int, parts: int) -> list[range]:
     """[0, n) as at most `parts` contiguous ranges that differ by at most 1 in size; none is empty unless n is 0."""
     parts = max(1, min(n, parts))
     bounds = [n * i // parts for i in range(parts + 1)]
-    return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(bounds)]

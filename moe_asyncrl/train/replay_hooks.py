@@ -28,11 +28,15 @@ def routers_of(chunks: Sequence[Any], spec: ModelSpec, layout: Layout, pp_rank: 
         layers = chunk.decoder.layers
         here = [layer.layer_number - 1 for layer in layers]
         if here != list(expected):
-            raise UserError(f"pipeline rank {pp_rank}, chunk {c}: holds layers {here}, the layout says {list(expected)}")
+            raise UserError(
+                f"pipeline rank {pp_rank}, chunk {c}: holds layers {here}, the layout says {list(expected)}"
+            )
         for index, layer in zip(expected, layers, strict=True):
             router = getattr(layer.mlp, "router", None)
             if (router is not None) != (index in number):
-                raise UserError(f"layer {index}: {'a' if router is not None else 'no'} router, config.json says otherwise")
+                raise UserError(
+                    f"layer {index}: {'a' if router is not None else 'no'} router, config.json says otherwise"
+                )
             if router is not None:
                 found.append((number[index], router))
     return sorted(found, key=lambda pair: pair[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,4 @@ def score(
                 place += lengths[i]
     dist.all_reduce(everything)
     flat = everything.cpu().numpy()
-    return [
-        np.concatenate([[np.float32("nan")], flat[a:b]]).astype(np.float32)
-        for a, b in zip(starts, starts[1:], strict=False)
-    ]
+    return [np.concatenate([[np.float32("nan")], flat[a:b]]).astype(np.float32) for a, b in pairwise(starts)]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.replay.controller import Mode, ReplayStats
+from moe_asyncrl.replay.rows import Coverage
 from moe_asyncrl.train.batch import MicroBatch
 from moe_asyncrl.train.logprobs import token_entropy, token_logprobs
 from moe_asyncrl.train.metrics import StepMetrics, Totals, step_metrics
@@ -30,8 +31,11 @@ def gradients(
     *,
     mode: Mode = "off",
     allow_missing: bool = False,
+    counted: Coverage | None = None,
 ) -> Totals:
     """Gradients of the batch's loss, left in the DDP buffers; the figures, summed over all ranks.
+
+    `counted`: routing rows of this rank's trajectories, given where `model.counts`.
 
     Raises:
         TrainingDiverged: the loss is not finite.
@@ -47,13 +51,20 @@ def gradients(
         loss, terms = objective(logprobs, batch)
         return loss, {"terms": terms, "entropy": None if entropy is None else (entropy * batch.trained).sum()}
 
-    reports, stats = run_passes(
-        model, batches, loss_of, forward_only=False, mode=mode, allow_missing=allow_missing
-    )
-    totals = _totals(model, batches, reports, stats).reduced(model.device)
+    reports, stats = run_passes(model, batches, loss_of, forward_only=False, mode=mode, allow_missing=allow_missing)
+    mine = _totals(model, batches, reports, stats)
+    if counted is not None and model.counts:
+        mine.add(
+            {
+                "rows": float(counted.rows),
+                "known_rows": float(counted.known),
+                "same_version_rows": float(counted.same_version),
+            }
+        )
+    totals = mine.reduced(model.device)
     if not math.isfinite(totals.sums["loss"]):
         raise TrainingDiverged(
-            f"the loss is {totals.sums['loss']}: lower optimizer.lr or algorithm.importance_cap, and look at the rewards"
+            f"the loss is {totals.sums['loss']}: lower optimizer.lr or algorithm.importance_cap, and look at rewards"
         )
     return totals
 
@@ -68,6 +79,7 @@ def update(
     weight_decay: float = 0.0,
     mode: Mode = "off",
     allow_missing: bool = False,
+    counted: Coverage | None = None,
 ) -> StepMetrics:
     """One optimizer update from the micro-batches of this rank. Every rank gets the same metrics.
 
@@ -78,7 +90,7 @@ def update(
         ReplayMismatch: routing rows do not fit.
     """
     start = time.perf_counter()
-    totals = gradients(model, batches, objective, mode=mode, allow_missing=allow_missing)
+    totals = gradients(model, batches, objective, mode=mode, allow_missing=allow_missing, counted=counted)
     norm = 0.0
     if totals.sums["tokens"] > 0:
         set_rates(optimizer, lr=lr, weight_decay=weight_decay)

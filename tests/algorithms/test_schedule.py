@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from moe_asyncrl.algorithms.schedule import Schedule, learning_rate
@@ -27,7 +29,7 @@ def test_warm_up_reaches_the_peak_and_starts_above_zero(kind: Schedule) -> None:
 def test_falls_to_the_last_rate_and_stays(kind: Schedule) -> None:
     r = rates(kind, 4, 20, 0.1)
     assert r[19:] == pytest.approx([0.2] * 6)
-    assert all(a > b for a, b in zip(r[3:19], r[4:20], strict=True))
+    assert all(a > b for a, b in pairwise(r[3:20]))
     middle = r[11]
     assert middle == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
 

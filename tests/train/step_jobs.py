@@ -73,9 +73,7 @@ def model_of(spec: ModelSpec, layout: Layout, *, plant: str | None = None, **bui
     """A model whose weights depend on their names only."""
     from moe_asyncrl.train.build import build_model_on_rank
 
-    model = build_model_on_rank(
-        spec, layout, CPU, rank=dist.get_rank(), distributed_optimizer=False, **build
-    )
+    model = build_model_on_rank(spec, layout, CPU, rank=dist.get_rank(), distributed_optimizer=False, **build)
     fill(model.chunks, vocab_size=spec.vocab_size, **({plant: True} if plant else {}))
     return model
 
@@ -126,7 +124,9 @@ def plain_gradients(
         ids = torch.from_numpy(s.tokens.astype(np.int64))
         if replay:
             rows = torch.from_numpy(s.experts.astype(np.int64))  # type: ignore[union-attr]
-            for number, router in enumerate(m.router for m in (layer.mlp for layer in chunk.decoder.layers) if hasattr(m, "router")):
+            for number, router in enumerate(
+                m.router for m in (layer.mlp for layer in chunk.decoder.layers) if hasattr(m, "router")
+            ):
                 router.router_replay = _Fixed(rows[:, number])
         logits = chunk(ids[None, :-1], torch.arange(len(ids) - 1)[None], None)[0]
         logp = (logits / OBJECTIVE.temperature).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
@@ -156,7 +156,7 @@ class _Fixed:
 
 
 def deviation(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Largest relative deviation of any tensor; rows that only pad the vocabulary of one side are 0 and not compared."""
+    """Largest relative deviation of any tensor; rows that pad the vocabulary of one side are 0 and not compared."""
     assert a.keys() == b.keys()
     found = []
     for name, theirs in b.items():

@@ -13,8 +13,8 @@ from moe_asyncrl.data.messages import Counters, Cursor
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.train import checkpoint_folder as folders
 from tests.pool.pool import WorkerPool
-from tests.train.step_jobs import deviation
 from tests.train.sharded import assemble
+from tests.train.step_jobs import deviation
 
 TOLERANCE = 1e-6
 JOB = "tests.train.checkpoint_jobs:train"
@@ -64,7 +64,9 @@ def test_a_damaged_checkpoint_is_one_clear_line(pool: WorkerPool, tmp_path: Path
     folder = Path(pool.run(JOB, layout=Layout(), steps=(), save=str(tmp_path))[0]["folder"])
     shard = max(folder.glob("*.distcp"), key=lambda p: p.stat().st_size)
     shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(Exception, match=rf"UserError: {folder}: not a complete checkpoint: {shard.name} has \d+ of \d+ bytes"):
+    with pytest.raises(
+        Exception, match=rf"UserError: {folder}: not a complete checkpoint: {shard.name} has \d+ of \d+ bytes"
+    ):
         pool.run(JOB, layout=Layout(), steps=(), resume=str(folder))
     assert folders.newest_complete(tmp_path) is None
 

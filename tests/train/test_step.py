@@ -9,8 +9,8 @@ import torch
 
 from moe_asyncrl.models.layout import Layout
 from tests.pool.pool import WorkerPool
-from tests.train.step_jobs import deviation
 from tests.train.sharded import assemble
+from tests.train.step_jobs import deviation
 
 TOLERANCE = 1e-5
 

@@ -1,0 +1,383 @@
+"""The trainer's loops: supervised steps, and reinforcement-learning steps from the buffer's batches.
+
+    every rank:   follow the first rank's order ─▶ fetch its share ─▶ step ─▶ publish ─▶ (checkpoint, probe) ─▶ follow …
+    first rank:   also takes batches, says what was consumed, writes metrics
+
+Whether to stop is asked of all ranks at the boundary of a step, so that a signal to any of them ends all of them there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from moe_asyncrl.algorithms.schedule import learning_rate
+from moe_asyncrl.buffer.client import BufferClient
+from moe_asyncrl.config.recipe import Recipe
+from moe_asyncrl.data.errors import DeadlineExceeded, UserError
+from moe_asyncrl.data.messages import Batch, ConsumedResult, Counters, Cursor, HeldGroup, NotReady
+from moe_asyncrl.replay.rows import Coverage
+from moe_asyncrl.telemetry.run_folder import RunFolder
+from moe_asyncrl.telemetry.spans import span
+from moe_asyncrl.train.build import TrainState
+from moe_asyncrl.train.fetch import coverage_of, fields_for, micro_batches_from
+from moe_asyncrl.train.metrics import StepMetrics, combined
+from moe_asyncrl.train.objective import PolicyObjective, SupervisedObjective
+from moe_asyncrl.train.optimizer import forget_moments
+from moe_asyncrl.train.plan import BatchPlan, crossover_length, plan_batch
+from moe_asyncrl.train.publish import PublishReport
+from moe_asyncrl.train.score import logprobs_of_batches
+from moe_asyncrl.train.sft import Examples, micro_batches_of
+from moe_asyncrl.train.step import update
+from moe_asyncrl.weights.agree import agree, collective_device
+from moe_asyncrl.weights.lockstep import Lockstep
+
+TURN_S = 2.0
+"""Longest time that the other ranks are left waiting in one collective while the first one waits for a batch."""
+POLL_S = 0.05
+
+Ended = Literal["done", "stopped"]
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What all ranks do next. `failed` carries the reason."""
+
+    kind: Literal["wait", "train", "failed"]
+    reason: str = ""
+    groups: tuple[HeldGroup, ...] = ()
+
+
+class Publish(Protocol):
+    """Brings this trainer's weights to the engines as a version; collective."""
+
+    def __call__(self, version: int, /) -> PublishReport:
+        """Raises `UserError` if no engine has them."""
+        ...
+
+
+class Measure(Protocol):
+    """Measures the trainer-sampler KL right after the trainer's weights were published as `version`; collective."""
+
+    def __call__(self, version: int, /) -> dict[str, Any] | None:
+        """Figures for `metrics.jsonl`; None where nothing could be measured."""
+        ...
+
+
+Save = Callable[[int, Cursor, Counters], None]
+"""Writes the checkpoint of a step; collective."""
+
+
+@dataclass
+class TrainRun:
+    """What the loops work with on one rank."""
+
+    recipe: Recipe
+    folder: RunFolder
+    state: TrainState
+    client: BufferClient
+    lockstep: Lockstep
+    stop_asked: Callable[[], bool]
+    """Whether this process got a signal to stop."""
+    save: Save
+    publish: Publish | None = None
+    """None where there are no engines (supervised runs)."""
+    measure: Measure | None = None
+    cursor: Cursor = field(default_factory=Cursor)
+    counters: Counters = field(default_factory=Counters)
+
+    @property
+    def rank(self) -> int:
+        """Global trainer rank."""
+        return self.state.model.rank
+
+    @property
+    def first(self) -> bool:
+        """True on the rank that talks to the rest of the run."""
+        return self.rank == 0
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """Write a line of metrics, on the first rank."""
+        if self.first:
+            self.folder.metrics.append({"kind": kind, "time": time.time(), **fields})
+
+    def should_stop(self) -> bool:
+        """Whether any rank was asked to stop. Collective."""
+        flag = torch.tensor([float(self.stop_asked())], device=collective_device())
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+
+# --- supervised ------------------------------------------------------------------------------------------------------
+
+
+def warm_up(run: TrainRun, examples: Examples) -> Ended:
+    """Supervised steps before reinforcement learning; Adam starts anew afterwards, as another objective begins."""
+    w = run.recipe.warmup
+    for step in range(w.steps):
+        if run.should_stop():
+            return "stopped"
+        # A tenth of the steps up to the peak, then down to a tenth of it: the policy is to be handed on at rest.
+        lr = learning_rate(
+            step,
+            peak=w.lr,
+            schedule="cosine",
+            warmup_steps=max(1, w.steps // 10),
+            total_steps=w.steps,
+            min_ratio=0.1,
+        )
+        done = supervised_step(run, examples, step, size=w.batch_size, lr=lr, name="warmup_step")
+        run.record("warmup", step=step + 1, of=w.steps, **_step_fields(done))
+    forget_moments(run.state.optimizer)
+    return "done"
+
+
+def supervised_loop(run: TrainRun, examples: Examples, *, start: int) -> Ended:
+    """Steps `start` to the last one of the recipe, with supervised learning as the objective of the run."""
+    r = run.recipe
+    for step in range(start, r.run.steps):
+        if run.should_stop():
+            return _stopped(run, step)
+        done = supervised_step(run, examples, step, size=r.warmup.batch_size, lr=rate(r, step), name="step")
+        run.record("step", step=step + 1, version=step + 1, reward=None, **_step_fields(done))
+        _maybe_save(run, step + 1)
+    return "done"
+
+
+def supervised_step(run: TrainRun, examples: Examples, step: int, *, size: int, lr: float, name: str) -> StepMetrics:
+    """One supervised update on the examples of step `step`."""
+    t = run.recipe.trainer
+    model = run.state.model
+    with span(run.folder.events, f"trainer-{run.rank}", name, step=step + 1):
+        with agree(f"reading the examples of step {step + 1}"):
+            samples = examples.batch(step, size, run.recipe.algorithm.aggregation)
+            batches = micro_batches_of(model, samples, micro_batch_tokens=t.micro_batch_tokens)
+        return update(
+            model,
+            run.state.optimizer,
+            batches,
+            SupervisedObjective(),
+            lr=lr,
+            weight_decay=run.recipe.optimizer.weight_decay,
+        )
+
+
+# --- reinforcement learning -----------------------------------------------------------------------------------------
+
+
+def reinforce(run: TrainRun, *, start: int) -> Ended:
+    """Steps `start` to the last one of the recipe. The engines must already serve the weights of `start`."""
+    r = run.recipe
+    for step in range(start, r.run.steps):
+        began = time.perf_counter()
+        groups = next_batch(run, step)
+        if groups is None:
+            return _stopped(run, step)
+        waited = time.perf_counter() - began
+        with span(run.folder.events, f"trainer-{run.rank}", "step", step=step + 1):
+            plan, done = policy_step(run, step, groups)
+        if run.first:
+            result: ConsumedResult = run.client.consumed(step + 1)
+            run.cursor, run.counters = result.cursor, result.counters
+        fields = _policy_fields(step, groups, plan, done)
+        due = (step + 1) % r.weights.every == 0 or step + 1 == r.run.steps
+        report = run.publish(step + 1) if due and run.publish is not None else None
+        if report is not None:
+            fields |= {
+                "publish_seconds": report.seconds,
+                "pause_seconds": report.pause_seconds,
+                "publish_bytes": report.bytes,
+                "engines": len(report.engines),
+            }
+        # After the update, as its time is part of the step's pace.
+        seconds = time.perf_counter() - began
+        if run.first:
+            state = run.client.state()
+            fields |= {"buffer_held": state.held, "buffer_capacity": state.capacity}
+        run.record(
+            "step",
+            step=step + 1,
+            version=step + 1,
+            **fields,
+            wait_seconds=waited,
+            turn_seconds=seconds,
+            trained_tokens_per_s=done.tokens / max(seconds, 1e-9),
+        )
+        _maybe_save(run, step + 1)
+        if report is not None and run.measure is not None and _probe_due(r, step + 1):
+            with span(run.folder.events, f"trainer-{run.rank}", "probe", step=step + 1):
+                found = run.measure(step + 1)
+            if found is not None:
+                run.record("probe", **{"step": step + 1, "version": step + 1, **found})
+    return "done"
+
+
+def next_batch(run: TrainRun, step: int) -> tuple[HeldGroup, ...] | None:
+    """The groups of step `step + 1`, on every rank; None if the run was asked to stop.
+
+    Raises:
+        DeadlineExceeded: no batch within `buffer.wait_s`; the same on every rank.
+        UserError: the run failed elsewhere, or the buffer is gone.
+    """
+    end = time.monotonic() + run.recipe.buffer.wait_s
+    while True:
+        if run.should_stop():
+            return None
+        caught: Exception | None = None
+        order: Order | None = None
+        if run.first:
+            try:
+                order = _poll(run, step, end)
+            except Exception as error:
+                caught, order = error, Order(kind="failed", reason=str(error))
+        order = run.lockstep.follow(order, Order)
+        if order.kind == "train":
+            return order.groups
+        if order.kind == "failed":
+            raise caught if caught is not None else UserError(order.reason)
+
+
+def _poll(run: TrainRun, step: int, end: float) -> Order:
+    """Ask for the batch for one turn; the first rank's part of `next_batch`."""
+    turn = time.monotonic() + TURN_S
+    wanted = run.recipe.rollout.groups_per_step
+    while True:
+        answer: Batch | NotReady = run.client.try_take(step + 1, step, wanted)
+        if isinstance(answer, Batch):
+            return Order(kind="train", groups=answer.groups)
+        s = answer.state
+        if s.phase == "failed":
+            raise UserError(f"the run failed: {s.error}")
+        now = time.monotonic()
+        if now > end:
+            serving = sum(m.state == "serving" for m in s.members)
+            raise DeadlineExceeded(
+                f"the trainer waited {run.recipe.buffer.wait_s:g} s for {wanted} groups for step {step + 1}: "
+                f"{answer.held} are held, {s.issued} are being sampled, {serving} of {len(s.members)} engines serve "
+                f"version {s.version}; "
+                "look at the rollout's log, or raise buffer.wait_s"
+            )
+        if now > turn or run.stop_asked():
+            return Order(kind="wait")
+        time.sleep(POLL_S)
+
+
+def policy_step(run: TrainRun, step: int, groups: tuple[HeldGroup, ...]) -> tuple[BatchPlan, StepMetrics]:
+    """All updates of one batch. Collective.
+
+    Raises:
+        ReplayMismatch, ContractViolation: a trajectory does not fit; nothing was trained.
+        TrainingDiverged: loss or gradient is not finite.
+    """
+    r, model = run.recipe, run.state.model
+    replay = r.replay.mode == "r3" and model.spec.is_moe
+    mode: Literal["replay", "off"] = "replay" if replay else "off"
+    allow_missing = r.replay.allow_missing
+    with agree(f"preparing the batch of step {step + 1}"):
+        plan = plan_batch(
+            groups,
+            r.algorithm,
+            model.layout,
+            micro_batch_tokens=r.trainer.micro_batch_tokens,
+            crossover=crossover_length(model.spec),
+        )
+        prepared = []
+        for part in plan.updates:
+            headers = [part.headers[i] for i in part.of_rank(model.layout.coordinates(run.rank).dp)]
+            arrays = run.client.fetch(step + 1, headers, fields_for(model, replay=replay))
+            batches = micro_batches_from(part, arrays, model, replay=replay, allow_missing=allow_missing)
+            rows = coverage_of(headers, arrays) if model.counts and model.spec.is_moe else Coverage(0, 0, 0)
+            prepared.append((batches, rows))
+    temperature = r.rollout.temperature
+    if len(prepared) > 1:
+        for batches, _ in prepared:
+            old, _ = logprobs_of_batches(
+                model, batches, temperature=temperature, mode=mode, allow_missing=allow_missing
+            )
+            for batch, values in zip(batches, old or (), strict=False):
+                batch.old_logprobs = values
+    objective = PolicyObjective(
+        clip_low=r.algorithm.clip_low,
+        clip_high=r.algorithm.clip_high,
+        importance_cap=r.algorithm.importance_cap,
+        temperature=temperature,
+    )
+    done = [
+        update(
+            model,
+            run.state.optimizer,
+            batches,
+            objective,
+            lr=rate(r, step),
+            weight_decay=r.optimizer.weight_decay,
+            mode=mode,
+            allow_missing=allow_missing,
+            counted=rows,
+        )
+        for batches, rows in prepared
+    ]
+    return plan, combined(done)
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+def rate(recipe: Recipe, step: int) -> float:
+    """Learning rate of the step that follows `step` done ones."""
+    o = recipe.optimizer
+    return learning_rate(
+        step,
+        peak=o.lr,
+        schedule=o.schedule,
+        warmup_steps=o.warmup_steps,
+        total_steps=recipe.run.steps,
+        min_ratio=o.min_lr_ratio,
+    )
+
+
+def _stopped(run: TrainRun, step: int) -> Ended:
+    """Leave a checkpoint of the steps done."""
+    run.save(step, run.cursor, run.counters)
+    return "stopped"
+
+
+def _maybe_save(run: TrainRun, step: int) -> None:
+    every = run.recipe.checkpoint.every
+    if step == run.recipe.run.steps or (every > 0 and step % every == 0):
+        with span(run.folder.events, f"trainer-{run.rank}", "checkpoint", step=step):
+            run.save(step, run.cursor, run.counters)
+
+
+def _probe_due(recipe: Recipe, step: int) -> bool:
+    every = recipe.replay.probe_every
+    return every > 0 and (step % every == 0 or step == recipe.run.steps)
+
+
+def _step_fields(done: StepMetrics) -> dict[str, Any]:
+    fields = {name: value for name, value in msgspec.structs.asdict(done).items() if value is not None}
+    fields["step_seconds"] = fields.pop("seconds")
+    fields["trained_tokens_per_s"] = done.tokens / max(done.seconds, 1e-9)
+    return fields
+
+
+def _policy_fields(step: int, groups: tuple[HeldGroup, ...], plan: BatchPlan, done: StepMetrics) -> dict[str, Any]:
+    headers = [h for g in groups for h in g.headers if h.oldest_version >= 0]
+    staleness = [step - h.oldest_version for h in headers]
+    fields = _step_fields(done)
+    del fields["trained_tokens_per_s"]
+    fields["replay_rows"] = fields.pop("rows")
+    fields["flip_rate"] = fields.pop("flip_fraction", None)
+    return {
+        **fields,
+        "reward": plan.reward_mean,
+        "reward_std": plan.reward_std,
+        "uniform_groups": plan.uniform_groups,
+        "unscored": plan.unscored,
+        "staleness_mean": sum(staleness) / len(staleness) if staleness else None,
+        "staleness_max": max(staleness, default=None),
+    }

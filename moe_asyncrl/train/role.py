@@ -1,0 +1,285 @@
+"""`moe-asyncrl role trainer`: one rank of the trainer, from its first collective to its last checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from moe_asyncrl.buffer.client import BufferClient
+from moe_asyncrl.config.capability import detect_capabilities
+from moe_asyncrl.config.recipe import Recipe
+from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.data.messages import Counters, Cursor, Member
+from moe_asyncrl.models.spec import ModelSpec
+from moe_asyncrl.telemetry.run_folder import RunFolder
+from moe_asyncrl.train.identity import check_same_run, model_digest, recipe_digest
+
+if TYPE_CHECKING:
+    from moe_asyncrl.train.loop import Measure, Publish
+
+log = logging.getLogger(__name__)
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """What the first rank tells the others before anything else."""
+
+    epoch: int = 0
+    problem: str = ""
+
+
+class StopFlag:
+    """Set by SIGTERM and SIGINT; read at the boundary of a step."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._set)
+
+    def _set(self, _number: int, _frame: Any) -> None:
+        self.asked = True
+
+    def __call__(self) -> bool:
+        """Whether the process was asked to stop."""
+        return self.asked
+
+
+def run(folder: RunFolder, recipe: Recipe, index: int) -> int:
+    """Run trainer rank `index` until the recipe's steps are done or a signal stops it. Returns 0 either way.
+
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where the other ranks are. Raises what ends the run badly.
+    """
+    stop = StopFlag()
+    with ExitStack() as resources:
+        train(folder, recipe, index, dict(os.environ), stop, resources)
+    return 0
+
+
+def train(
+    folder: RunFolder,
+    recipe: Recipe,
+    index: int,
+    environment: Mapping[str, str],
+    stop: Callable[[], bool],
+    resources: ExitStack,
+) -> None:
+    """`run` with its surroundings passed in; `resources` closes what it opens."""
+    import torch
+
+    from moe_asyncrl.train.build import build_train_state, layout_of
+    from moe_asyncrl.train.parallel import ParallelRuntime
+    from moe_asyncrl.weights.lockstep import Lockstep
+
+    torch.set_num_threads(recipe.trainer.threads)
+    capabilities = detect_capabilities()
+    layout = layout_of(recipe.trainer)
+    runtime = ParallelRuntime.from_environment(capabilities, environment, timeout_s=recipe.trainer.timeout_s)
+    if runtime.rank != index:
+        raise UserError(f"trainer: RANK is {runtime.rank}, but this is rank {index} of the run")
+    resources.callback(runtime.close)
+    runtime.setup(layout, seed=recipe.run.seed)
+    lockstep = Lockstep(index, layout.world_size)
+    client = resources.enter_context(_join(folder, index, lockstep))
+
+    spec = ModelSpec.from_hf(recipe.model.path)
+    state = build_train_state(
+        spec,
+        layout,
+        capabilities,
+        recipe.optimizer,
+        rank=index,
+        dtype=getattr(torch, recipe.model.dtype),
+        recompute=recipe.trainer.recompute,
+        hf_dir=recipe.model.path,
+    )
+    log.info("rank %d of layout %s: model and optimizer are there", index, layout)
+    try:
+        _go(folder, recipe, state, client, lockstep, stop, resources)
+    except Exception as error:
+        _tell_failure(client, index, error)
+        raise
+
+
+def _join(folder: RunFolder, rank: int, lockstep: Any) -> BufferClient:
+    """A client under the run's lease, which the first rank acquires for all."""
+    client: BufferClient | None = None
+    lease: Lease | None = None
+    if rank == 0:
+        try:
+            client = BufferClient.connect(folder, sender="trainer-0")
+            lease = Lease(epoch=client.acquire_lease())
+        except UserError as error:
+            lease = Lease(problem=str(error))
+    lease = lockstep.follow(lease, Lease)
+    if lease.problem:
+        raise UserError(lease.problem)
+    return client or BufferClient.connect(folder, sender=f"trainer-{rank}", epoch=lease.epoch)
+
+
+def _go(
+    folder: RunFolder,
+    recipe: Recipe,
+    state: Any,
+    client: BufferClient,
+    lockstep: Any,
+    stop: Callable[[], bool],
+    resources: ExitStack,
+) -> None:
+    from moe_asyncrl.train import checkpoint
+    from moe_asyncrl.train.checkpoint_folder import CheckpointInfo, newest_complete
+    from moe_asyncrl.train.loop import TrainRun, reinforce, supervised_loop, warm_up
+    from moe_asyncrl.weights.agree import agree
+
+    first = state.model.rank == 0
+    with agree("reading the recipe's files"):
+        digest = recipe_digest(recipe)
+    shape = model_digest(state.model.spec)
+    start, cursor, counters = 0, Cursor(), Counters()
+    found = newest_complete(folder.checkpoints) if recipe.run.resume else None
+    if found is not None:
+        with agree("resuming"):
+            check_same_run(found[1], recipe_digest=digest, model_digest=shape, folder=found[0])
+        info = checkpoint.load(state, found[0])
+        start, cursor, counters = info.step, info.cursor, info.counters
+        log.info("resumed after step %d from %s", start, found[0])
+
+    def save(step: int, cursor: Cursor, counters: Counters) -> None:
+        checkpoint.save(
+            state,
+            folder.checkpoints,
+            CheckpointInfo(
+                step=step,
+                version=step,
+                adam_steps=checkpoint.adam_steps(state.optimizer),
+                cursor=cursor,
+                counters=counters,
+                seed=recipe.run.seed,
+                recipe_digest=digest,
+                layout=str(state.model.layout),
+                model=shape,
+            ),
+            keep=recipe.checkpoint.keep,
+        )
+
+    work = TrainRun(
+        recipe=recipe,
+        folder=folder,
+        state=state,
+        client=client,
+        lockstep=lockstep,
+        stop_asked=stop,
+        save=save,
+        cursor=cursor,
+        counters=counters,
+    )
+    supervised = recipe.algorithm.objective == "sft"
+    if supervised or (found is None and recipe.warmup.steps > 0):
+        examples = _examples(recipe, state, first)
+        resources.callback(examples.close)
+        if not supervised and warm_up(work, examples) == "stopped":
+            return
+    if first:
+        client.begin(start, cursor, counters)
+    if supervised:
+        if first:
+            client.set_phase("running")
+        supervised_loop(work, examples, start=start)
+    else:
+        publish, work.measure = _engines(folder, recipe, state, client, first, resources)
+        work.publish = publish
+        publish(start)
+        if found is None and recipe.warmup.steps > 0 and recipe.checkpoint.every > 0:
+            save(start, cursor, counters)  # a resume must not warm up again
+        reinforce(work, start=start)
+    if first:
+        client.set_phase("finishing")
+
+
+def _examples(recipe: Recipe, state: Any, first: bool) -> Any:
+    from moe_asyncrl.models.tokenizer import Tokenizer
+    from moe_asyncrl.train.sft import Examples
+    from moe_asyncrl.weights.agree import agree
+
+    with agree("reading the supervised examples"):
+        return Examples(
+            recipe.warmup.data or recipe.data.train,
+            Tokenizer.load(recipe.model.path, state.model.spec),
+            max_context=recipe.model.max_context,
+            seed=recipe.run.seed,
+            shuffle=recipe.data.shuffle,
+            chat=recipe.data.chat,
+            check_all=first,
+        )
+
+
+def _engines(
+    folder: RunFolder, recipe: Recipe, state: Any, client: BufferClient, first: bool, resources: ExitStack
+) -> tuple[Publish, Measure | None]:
+    """(publish, probe) on this rank."""
+    from moe_asyncrl.engine.client import EngineClient
+    from moe_asyncrl.engine.completion import RoutingShape
+    from moe_asyncrl.engine.keys import ensure_engine_key
+    from moe_asyncrl.train.probe import Probe
+    from moe_asyncrl.train.publish import Publisher
+
+    model = state.model
+    spec: ModelSpec = model.spec
+    routing = None
+    if spec.is_moe:
+        routing = RoutingShape(moe_layers=spec.moe_layers, top_k=spec.experts_per_token, num_experts=spec.num_experts)
+    key = ensure_engine_key(folder.keys) if first else None
+
+    def connect(member: Member) -> EngineClient:
+        return EngineClient(member.url, name=member.name, world_size=member.world_size, routing=routing, api_key=key)
+
+    publisher = Publisher(
+        model.chunks,
+        spec,
+        model.layout,
+        model.rank,
+        weights=recipe.weights,
+        engine=recipe.engine,
+        connect=connect if first else None,
+        control=client if first else None,
+        events=folder.events if first else None,
+    )
+    resources.callback(publisher.close)
+    if recipe.replay.probe_every == 0:
+        return publisher.publish, None
+    prompts: list[list[int]] = []
+    if first:
+        prompts = _probe_prompts(recipe, spec)
+    probe = Probe(
+        model, recipe, prompts=prompts, state=client.state if first else None, connect=connect if first else None
+    )
+    return publisher.publish, probe.measure
+
+
+def _probe_prompts(recipe: Recipe, spec: ModelSpec) -> list[list[int]]:
+    """The first prompts of the file that training samples from, as ids."""
+    from itertools import islice
+
+    from moe_asyncrl.data.prompts import PromptFile
+    from moe_asyncrl.models.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(recipe.model.path, spec)
+    prompts = PromptFile.open(recipe.data.train, limit=recipe.replay.probe_prompts)
+    try:
+        return [tokenizer.encode_prompt(p, recipe.data.chat) for p in islice(prompts, len(prompts))]
+    finally:
+        prompts.close()
+
+
+def _tell_failure(client: BufferClient, rank: int, error: Exception) -> None:
+    """Let the other roles know; the process ends in any case, so a buffer that does not answer is passed over."""
+    if rank != 0:
+        return
+    try:
+        client.set_phase("failed", f"trainer: {error}"[:500])
+    except Exception as second:
+        log.warning("the buffer was not told of the failure: %s", second)
