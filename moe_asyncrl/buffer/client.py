@@ -110,7 +110,8 @@ class BufferClient:
 
     def try_take(self, step: int, version: int, groups: int) -> Batch | NotReady:
         """The batch of `step` (steps done + 1), which starts from weights `version`, if it is there."""
-        return expect(self._ask(self._requests.take(step, version, groups)), Batch, NotReady)
+        reply = self._ask(self._requests.take(step, version, groups))
+        return reply if isinstance(reply, NotReady) else expect(reply, Batch)
 
     def take(self, step: int, version: int, groups: int, *, deadline_s: float, poll_s: float = 0.05) -> Batch:
         """The batch of `step`. Raises `DeadlineExceeded` if it is not there in time, `UserError` if the run failed."""
@@ -125,9 +126,9 @@ class BufferClient:
             if time.monotonic() > end:
                 serving = sum(m.state == "serving" for m in s.members)
                 raise DeadlineExceeded(
-                    f"{self._requests.sender} waited {deadline_s:g} s for {groups} groups for step {step}: {answer.held} "
-                    f"are held, {s.issued} are being sampled, {serving} of {len(s.members)} engines serve version "
-                    f"{s.version}; look at the rollout's log, or raise buffer.wait_s"
+                    f"{self._requests.sender} waited {deadline_s:g} s for {groups} groups for step {step}: "
+                    f"{answer.held} are held, {s.issued} are being sampled, {serving} of {len(s.members)} engines "
+                    f"serve version {s.version}; look at the rollout's log, or raise buffer.wait_s"
                 )
             time.sleep(poll_s)
 

@@ -50,14 +50,14 @@ def request_number(part: Frame) -> int:
     return number if isinstance(number, int) else 0
 
 
-def expect(reply: Reply, *kinds: type[R]) -> R:
-    """The reply as one of `kinds`.
+def expect(reply: Reply, kind: type[R]) -> R:
+    """The reply, which must be of that kind.
 
     Raises:
         StaleEpoch: another process owns the run now.
         RequestRefused: the buffer said no.
     """
-    if isinstance(reply, kinds):
+    if isinstance(reply, kind):
         return reply
     if isinstance(reply, Refused):
         if reply.code == "stale_epoch":

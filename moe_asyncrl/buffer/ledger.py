@@ -5,7 +5,7 @@
                │         └─ stale ──────────────────────────┐
                └─ failed, filtered, unused, vanished, stale ─┴─▶ waiting ─▶ issued (attempt + 1) … else dropped
 
-An instance is the position of a prompt in the run's endless order. Consumed and dropped are ends; the cursor lists them.
+An instance is the position of a prompt in the run's endless order. Consumed and dropped are ends; the cursor has them.
 An instance is sampled anew at most `max_attempts` times, so one that is slow or hard cannot go round for ever; giving
 it back unused does not count. Waiting instances are issued before fresh ones, the lowest first.
 
@@ -232,9 +232,7 @@ class Ledger:
         if self.taken_step == step:
             return list(self.taken)
         if self.taken_step is not None:
-            raise Rejected(
-                "bad_request", f"take of step {step} while the batch of step {self.taken_step} is not consumed"
-            )
+            raise Rejected("bad_request", f"take of step {step}: the batch of step {self.taken_step} is not consumed")
         if step != self.steps_done + 1:
             raise Rejected("bad_request", f"take of step {step}: {self.steps_done} steps are done")
         if not 1 <= groups <= self.limits.capacity:

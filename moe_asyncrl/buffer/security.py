@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -72,14 +73,14 @@ class KnownClients:
         return domain == DOMAIN and key.decode() in self._public
 
 
-def guard_server(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
+def guard_server(socket: zmq.Socket[Any], keys: KeyPair) -> None:
     """Make a socket that is not bound yet a CURVE server of our domain."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
     socket.setsockopt_string(zmq.ZAP_DOMAIN, DOMAIN)
 
 
-def guard_client(socket: zmq.Socket[bytes], keys: KeyPair, server_public: str) -> None:
+def guard_client(socket: zmq.Socket[Any], keys: KeyPair, server_public: str) -> None:
     """Make a socket that is not connected yet a CURVE client of the server with that key."""
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)

@@ -1,4 +1,4 @@
-"""What the buffer's process answers, without its sockets: a request, its frames and the time in, a reply and frames out."""
+"""What the buffer's process answers, without its sockets: a request with frames and the time in, a reply out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from moe_asyncrl.buffer.ledger import Ledger, Limits, Slot
 from moe_asyncrl.control import state as control
 from moe_asyncrl.control.state import ControlState, Rejected
-from moe_asyncrl.data.digest import binding_digest
 from moe_asyncrl.data.messages import (
     AcquireLease,
     AnyReply,
@@ -40,9 +39,8 @@ from moe_asyncrl.data.messages import (
     Ticket,
     Tickets,
 )
-from moe_asyncrl.data.trajectory import SamplingMask
 from moe_asyncrl.data.validate import ContractViolation
-from moe_asyncrl.data.wire import Frame, TrajectoryHeader, decode_arrays
+from moe_asyncrl.data.wire import Frame, TrajectoryHeader, check_binding, decode_arrays
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +98,9 @@ class BufferService:
         try:
             if frames and not isinstance(request, PutGroup):
                 raise Rejected("bad_request", f"{type(request).__name__} takes no frames, {len(frames)} came")
-            unknown = isinstance(request, MAY_NOT_KNOW_THE_EPOCH)
+            unknown = isinstance(request, MAY_NOT_KNOW_THE_EPOCH) or (
+                isinstance(request, SetPhase) and request.phase == "failed" and self.state.epoch == 0
+            )
             control.check_epoch(self.state, request.epoch, may_be_unknown=unknown)
             self.ledger.seen(request.sender, now)
             return self._answer(request, frames, now)
@@ -212,9 +212,7 @@ class BufferService:
 
     def _must_have_begun(self) -> None:
         if not self.state.begun:
-            raise Rejected(
-                "phase", "the run has not begun here (the buffer may have been started again: resume the run)"
-            )
+            raise Rejected("phase", "the run has not begun here (if the buffer was started again: resume the run)")
 
     def _tickets(self, r: AskTickets, now: float) -> Tickets:
         if r.wanted < 0:
@@ -234,9 +232,7 @@ class BufferService:
 
     def _slot(self, t: Ticket) -> Slot:
         if t.epoch != self.state.epoch:
-            raise Rejected(
-                "stale_epoch", f"credit {t.index} was issued under lease {t.epoch}, now is {self.state.epoch}"
-            )
+            raise Rejected("stale_epoch", f"credit {t.index} is of lease {t.epoch}, the newest is {self.state.epoch}")
         self._must_have_begun()
         return t.index, t.attempt
 
@@ -266,9 +262,7 @@ class BufferService:
     def _fetch(self, r: Fetch) -> _Answer:
         self._must_have_begun()
         if self.ledger.taken_step != r.step:
-            raise Rejected(
-                "unknown", f"step {r.step} is not the batch that was taken ({self.ledger.taken_step or 'none'})"
-            )
+            raise Rejected("unknown", f"step {r.step} is not the taken batch ({self.ledger.taken_step or 'none'})")
         owner = {h.identity.trajectory: self._groups[i] for i in self.ledger.taken for h in self._groups[i].headers}
         index: list[tuple[str, str]] = []
         found: list[Frame] = []
@@ -314,11 +308,6 @@ def check_group(r: PutGroup, frames: Sequence[Frame]) -> dict[tuple[str, str], F
             )
         own = frames[at : at + len(h.frames)]
         at += len(h.frames)
-        arrays = decode_arrays(h, own)
-        mask = None
-        if "sampling_mask.ids" in arrays and "sampling_mask.indptr" in arrays:
-            mask = SamplingMask(arrays["sampling_mask.indptr"], arrays["sampling_mask.ids"])
-        if binding_digest(arrays["tokens"], arrays.get("routing.experts"), mask) != h.digest:
-            raise ContractViolation(f"trajectory {name}: routing or sampling mask do not belong to these tokens")
+        check_binding(h, decode_arrays(h, own))
         found.update({(name, spec.field): frame for spec, frame in zip(h.frames, own, strict=True)})
     return found

@@ -56,8 +56,10 @@ class ControlState(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_epoch(state: ControlState, epoch: int, *, may_be_unknown: bool) -> None:
     """Raise `Rejected` unless `epoch` is the newest one, or 0 where the sender need not know it."""
-    if epoch == state.epoch or (epoch == 0 and may_be_unknown):
+    if (epoch == 0 and may_be_unknown) or (epoch == state.epoch and epoch > 0):
         return
+    if state.epoch == 0:
+        raise Rejected("phase", f"nobody owns the run yet, and lease {epoch} cannot act for it")
     if epoch < state.epoch:
         raise Rejected(
             "stale_epoch", f"lease {epoch} is over: lease {state.epoch} is held by {state.holder or 'nobody'}"

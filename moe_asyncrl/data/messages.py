@@ -1,8 +1,8 @@
 """Every message between our processes: typed msgpack, checked on arrival, nothing executable.
 
 A message is one msgpack frame, followed by raw frames where its docstring says so. A request carries the sender's
-`epoch` (the trainer's lease as the sender knows it, 0 before it knows one); a reply is one of the structs below or `Refused`.
-The buffer's process answers all of them; `control` is the state that it serves.
+`epoch` (the trainer's lease as the sender knows it, 0 before it knows one); a reply is one of the structs below or
+`Refused`. The buffer's process answers all of them; `control` is the state that it serves.
 """
 
 from __future__ import annotations
@@ -144,7 +144,10 @@ class Commit(Request, frozen=True, kw_only=True):
 
 
 class SetPhase(Request, frozen=True, kw_only=True):
-    """Moves the run on, or ends it with an error. Answered by `Done`. The first `Commit` moves `starting` to `running`."""
+    """Moves the run on, or ends it with an error. Answered by `Done`.
+
+    The first `Commit` moves `starting` to `running`.
+    """
 
     phase: Phase
     error: str | None = None
@@ -153,7 +156,7 @@ class SetPhase(Request, frozen=True, kw_only=True):
 class Join(Request, frozen=True, kw_only=True):
     """An engine is up and wants weights. Sending it again is a sign of life.
 
-    Answered by `RunState`: there the engine sees itself, and starts anew with a higher incarnation if it is quarantined.
+    Answered by `RunState`: there the engine sees itself, and starts anew with a higher incarnation if quarantined.
     """
 
     member: Member
@@ -233,10 +236,12 @@ class HeldGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Take(Request, frozen=True, kw_only=True):
-    """The owner takes `groups` groups for the step that starts from weights `version`. Answered by `Batch` or `NotReady`.
+    """The owner takes `groups` groups for the step that starts from weights `version`.
 
+    Answered by `Batch` or `NotReady`.
     `step` is the number that the step will have: steps done plus one. Groups whose oldest token would be more than the
-    staleness bound behind `version` go stale now. Taking with the number of a batch that was taken and not consumed answers the same batch again.
+    staleness bound behind `version` go stale now. Taking with the number of a batch that was taken and not consumed
+    answers the same batch again.
     """
 
     step: int

@@ -46,6 +46,13 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }
 """Every array field and the element types that it may have on the wire."""
 
+PAIRS = (
+    ("sampling_mask.indptr", "sampling_mask.ids"),
+    ("step_rewards.positions", "step_rewards.values"),
+    ("teacher_topk.ids", "teacher_topk.values"),
+)
+"""Fields that say nothing without each other."""
+
 
 class FrameSpec(msgspec.Struct, frozen=True, array_like=True):
     """One array of a trajectory: its field, element type (numpy string) and shape."""
@@ -139,13 +146,16 @@ def check_header(h: TrajectoryHeader) -> None:
     seen: set[str] = set()
     for spec in h.frames:
         if spec.field not in FIELDS or spec.dtype not in FIELDS[spec.field] or spec.field in seen:
-            raise ContractViolation(f"trajectory {name}: frame {spec.field!r} of type {spec.dtype!r} is not allowed here")
+            raise ContractViolation(f"trajectory {name}: frame {spec.field!r} of type {spec.dtype!r} is not allowed")
         if any(n < 0 for n in spec.shape):
             raise ContractViolation(f"trajectory {name}: frame {spec.field!r} has the shape {spec.shape}")
         seen.add(spec.field)
     missing = {"tokens", "loss_mask", "logprobs", "weight_version"} - seen
     if missing:
         raise ContractViolation(f"trajectory {name}: frames missing: {', '.join(sorted(missing))}")
+    for pair in PAIRS:
+        if len(seen.intersection(pair)) == 1:
+            raise ContractViolation(f"trajectory {name}: of {' and '.join(pair)} only one frame is there")
 
 
 def array_from(spec: FrameSpec, frame: Frame, *, trajectory: str) -> np.ndarray:
@@ -173,13 +183,19 @@ def decode(h: TrajectoryHeader, frames: Iterable[Frame]) -> Trajectory:
     return assemble(h, decode_arrays(h, frames))
 
 
-def assemble(h: TrajectoryHeader, a: Mapping[str, np.ndarray]) -> Trajectory:
-    """A trajectory from its header and all of its arrays; the digest is checked."""
+def check_binding(h: TrajectoryHeader, a: Mapping[str, np.ndarray]) -> SamplingMask | None:
+    """The sampling mask. Raises `ContractViolation` if it or the routing rows are not those of these tokens."""
     mask = SamplingMask(a["sampling_mask.indptr"], a["sampling_mask.ids"]) if "sampling_mask.ids" in a else None
     if binding_digest(a["tokens"], a.get("routing.experts"), mask) != h.digest:
         raise ContractViolation(
-            f"trajectory {h.identity.trajectory}: routing or sampling mask do not belong to these tokens (digest differs)"
+            f"trajectory {h.identity.trajectory}: routing or sampling mask do not belong to these tokens (wrong digest)"
         )
+    return mask
+
+
+def assemble(h: TrajectoryHeader, a: Mapping[str, np.ndarray]) -> Trajectory:
+    """A trajectory from its header and all of its arrays; the digest is checked."""
+    mask = check_binding(h, a)
     return Trajectory(
         identity=h.identity,
         policy=h.policy,
