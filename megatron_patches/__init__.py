@@ -14,6 +14,7 @@ from megatron_patches import (
     cuda_calls,
     jit_fuser,
     mla_down_projections,
+    mla_layer_check,
     moe_split_sizes,
     norm_sequence_parallel,
     optimizer_tensor_types,
@@ -43,6 +44,7 @@ PATCHES: tuple[Patch, ...] = (
     norm_sequence_parallel.PATCH,
     torch_adamw_state.PATCH,
     checkpoint_writer.PATCH,
+    mla_layer_check.PATCH,
     mla_down_projections.PATCH,
     packed_rope.PATCH,
 )

@@ -28,8 +28,8 @@ def _mend(module: ModuleType) -> None:
 
     from megatron_patches.torch_proxy import torch_on_cpu
 
-    torch.Tensor.cuda = _stay  # type: ignore[method-assign]
-    torch.Tensor.record_stream = _nothing  # type: ignore[method-assign]
+    torch.Tensor.cuda = _stay  # type: ignore[method-assign, assignment]
+    torch.Tensor.record_stream = _nothing  # type: ignore[method-assign, assignment]
     if getattr(module, "torch", None) is torch:
         module.torch = torch_on_cpu()  # type: ignore[attr-defined]
 

@@ -55,7 +55,6 @@ def replicated_linear() -> Any:
 def _mend(module: ModuleType) -> None:
     if module.__name__ == ATTENTION:
         # The constructor accepts only classes it knows; `Linear` is the one it treats as unsplit.
-        module.HAVE_TE = False  # type: ignore[attr-defined]
         module.Linear = replicated_linear()  # type: ignore[attr-defined]
         return
     build = module.get_gpt_layer_local_spec

@@ -15,7 +15,6 @@ from typing import Any
 from megatron_patches.patch import Patch
 from moe_asyncrl.config.capability import process_group_backend
 
-
 Sizes = Sequence[int] | None
 
 
@@ -30,7 +29,7 @@ def _mend(module: ModuleType) -> None:
         input_: torch.Tensor, group: Any, output_split_sizes: Sizes = None, use_global_buffer: bool = False
     ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
-            return gather_even(input_, group, None, use_global_buffer)  # type: ignore[no-any-return]
+            return gather_even(input_, group, None, use_global_buffer)
         sizes = [int(size) for size in output_split_sizes]
         longest, width = max(sizes), input_.shape[1:]
         padded = input_.new_zeros((longest, *width))
@@ -43,7 +42,7 @@ def _mend(module: ModuleType) -> None:
         input_: torch.Tensor, group: Any, input_split_sizes: Sizes = None, use_global_buffer: bool = False
     ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
-            return reduce_scatter_even(input_, group, None, use_global_buffer)  # type: ignore[no-any-return]
+            return reduce_scatter_even(input_, group, None, use_global_buffer)
         sizes = [int(size) for size in input_split_sizes]
         longest, width = max(sizes), input_.shape[1:]
         padded = input_.new_zeros((longest * len(sizes), *width))

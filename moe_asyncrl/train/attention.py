@@ -20,7 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from moe_asyncrl.train.packed_batches import PackedBatches, zigzag
 
 
-class PortableAttention(MegatronModule):  # type: ignore[misc]
+class PortableAttention(MegatronModule):
     """Causal attention in Megatron-Core's calling convention."""
 
     def __init__(
@@ -104,12 +104,13 @@ class PortableAttention(MegatronModule):  # type: ignore[misc]
         if size > 1:
             key, value = gather_sequence(key, self.cp_group), gather_sequence(value, self.cp_group)
         rows = [batch.rows * batch.length for batch in plan.batches]
-        queries = query.index_select(0, plan.queries).split(rows)
-        keys, values = (x.index_select(0, plan.keys).split([n * size for n in rows]) for x in (key, value))
+        queries = torch.split(query.index_select(0, plan.queries), rows)
+        gathered = [n * size for n in rows]
+        keys, values = (torch.split(x.index_select(0, plan.keys), gathered) for x in (key, value))
         parts = []
         for batch, *flat in zip(plan.batches, queries, keys, values, strict=True):
             # [rows * length, heads, d] to [rows, heads, length, d]
-            q, k, v = (x.unflatten(0, (batch.rows, -1)).transpose(1, 2) for x in flat)
+            q, k, v = (x.view(batch.rows, -1, *x.shape[1:]).transpose(1, 2) for x in flat)
             allowed = None
             if batch.query_positions is not None and batch.key_positions is not None:
                 allowed = batch.key_positions[:, None, None, :] <= batch.query_positions[:, None, :, None]
@@ -128,7 +129,7 @@ class _GatherSequence(torch.autograd.Function):
         return gathered
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         own = gradient.new_empty((gradient.shape[0] // ctx.group.size(), *gradient.shape[1:]))
         torch.distributed.reduce_scatter_tensor(own, gradient.contiguous(), group=ctx.group)
         return own, None
@@ -136,4 +137,4 @@ class _GatherSequence(torch.autograd.Function):
 
 def gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
     """[length, ...] of each rank to [size * length, ...] in rank order, differentiable."""
-    return _GatherSequence.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _GatherSequence.apply(x, group)  # type: ignore[no-untyped-call]

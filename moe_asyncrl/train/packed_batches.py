@@ -125,13 +125,13 @@ def make_batches(
         moved += index.numel()
         queries.append(index.flatten())
         if cp_size == 1:
-            batches.append(Batch(*index.shape))
+            batches.append(Batch(len(group), own[group[0]]))
             continue
         keys.append(torch.cat([index + rank * total for rank in range(cp_size)], dim=1).flatten())
         # Padding is put after every real position, where causality hides it.
         behind = torch.tensor(index.shape[1] * cp_size)
         positions = [torch.where(real, zigzag(column, count, rank, cp_size), behind) for rank in range(cp_size)]
-        batches.append(Batch(*index.shape, positions[cp_rank], torch.cat(positions, dim=1)))
+        batches.append(Batch(len(group), own[group[0]], positions[cp_rank], torch.cat(positions, dim=1)))
     flat = torch.cat(queries) if queries else order
     return PackedBatches(tuple(batches), flat, torch.cat(keys) if keys else flat, order)
 

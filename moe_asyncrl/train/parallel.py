@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 import megatron_patches
 from moe_asyncrl.config.capability import Capabilities, process_group_backend
@@ -22,7 +23,7 @@ class ParallelRuntime:
     """
 
     def __init__(
-        self, capabilities: Capabilities, *, rank: int, world_size: int, store: dist.Store, timeout_s: float = 120.0
+        self, capabilities: Capabilities, *, rank: int, world_size: int, store: Store, timeout_s: float = 120.0
     ) -> None:
         """`store` is shared by all ranks; `timeout_s` bounds the forming of groups and every collective on them.
 
@@ -55,10 +56,10 @@ class ParallelRuntime:
         except ValueError as error:
             raise UserError(f"trainer: RANK, WORLD_SIZE and MASTER_PORT must be numbers ({error})") from None
         try:
-            store = dist.TCPStore(host, port, world_size, rank == 0, timedelta(seconds=timeout_s))
+            store = TCPStore(host, port, world_size, rank == 0, timedelta(seconds=timeout_s))
         except (RuntimeError, dist.DistError) as error:
             raise DeadlineExceeded(
-                f"trainer rank {rank}: {world_size} ranks did not meet at {host}:{port} within {timeout_s:g} s ({error})"
+                f"trainer rank {rank}: {world_size} ranks did not meet at {host}:{port} in {timeout_s:g} s ({error})"
             ) from error
         return cls(capabilities, rank=rank, world_size=world_size, store=store, timeout_s=timeout_s)
 
@@ -94,7 +95,7 @@ class ParallelRuntime:
         if backend == "nccl":
             torch.cuda.set_device(self.rank % self.capabilities.gpu_count)
         # A prefix of its own for each generation: a store never forgets the keys of earlier groups.
-        store = dist.PrefixStore(f"groups-{self._generation}", self._store)
+        store = PrefixStore(f"groups-{self._generation}", self._store)
         dist.init_process_group(
             backend,
             store=store,

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_asyncrl.models.layout import Layout
+from tests.pool.pipes import receive, send
 from tests.pool.worker import Answer, Call, serve
 
 GRACE_S = 5.0
@@ -95,21 +96,21 @@ class WorkerPool:
                 seed=seed,
                 timeout_s=timeout_s,
             )
-            self._workers[rank][1].send(call)
+            send(self._workers[rank][1], call)
         return self._collect(target, layout, timeout_s)
 
     def _collect(self, target: str, layout: Layout, timeout_s: float) -> list[Any]:
         answers: dict[int, Answer] = {}
-        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[: layout.world_size])}
+        waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[: layout.world_size])}
         deadline = time.monotonic() + timeout_s
         while waiting:
             ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
             for pipe in ready:
-                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                rank = waiting.pop(pipe)
                 try:
-                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                    answers[rank] = receive(self._workers[rank][1])
                 except (EOFError, OSError):
                     answers[rank] = Answer(error=f"the process died\n{self._log_tail(rank)}")
                 if answers[rank].error:
@@ -129,9 +130,9 @@ class WorkerPool:
 
     def _start(self, count: int) -> None:
         if self._store is None:
-            import torch.distributed as dist
+            from torch.distributed import TCPStore
 
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         if len(self._workers) >= count:
             return
         context = multiprocessing.get_context("forkserver")

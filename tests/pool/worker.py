@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from moe_asyncrl.models.layout import Layout
+from tests.pool.pipes import receive, send
 
 PR_SET_PDEATHSIG = 1
 
@@ -54,7 +55,7 @@ class Groups:
 
     def enter(self, call: Call) -> None:
         """Form the groups that a call needs, or keep those that are there."""
-        import torch.distributed as dist
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
         from moe_asyncrl.train.parallel import ParallelRuntime
         from tests.pool.machine import CPU
@@ -62,7 +63,7 @@ class Groups:
         if call.meeting != self.meeting:
             if self.runtime is not None:
                 self.runtime.close()
-            store = dist.PrefixStore(call.meeting, dist.TCPStore(*call.store, is_master=False))
+            store = PrefixStore(call.meeting, TCPStore(*call.store, is_master=False))
             self.runtime = ParallelRuntime(
                 CPU, rank=call.rank, world_size=call.world_size, store=store, timeout_s=call.timeout_s
             )
@@ -94,13 +95,13 @@ def serve(pipe: Connection, log_path: str) -> None:
     groups = Groups()
     while True:
         try:
-            call = pipe.recv()
+            call = receive(pipe)
         except (EOFError, OSError):
             os._exit(0)
         answer = run_call(call, groups)
         try:
-            pipe.send(answer)
+            send(pipe, answer)
         except (BrokenPipeError, ConnectionResetError):
             os._exit(0)
         except Exception as error:  # a result that cannot travel
-            pipe.send(Answer(error=f"the result of {call.target} cannot be sent: {error!r}"))
+            send(pipe, Answer(error=f"the result of {call.target} cannot be sent: {error!r}"))

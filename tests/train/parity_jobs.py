@@ -14,7 +14,11 @@ from tests.pool.machine import CPU
 from tests.train.sharded import Part, fill, gradients
 
 MICRO_BATCHES = ((5, 19, 8), (30, 2), (7, 7, 7, 11), (26, 1, 1))
-"""Lengths of the packed sequences of each micro-batch of a global batch: uneven, even totals."""
+"""Lengths of the packed sequences of each micro-batch of a global batch: uneven, but their sums split over tp 2."""
+SPLITTABLE = ((4, 20, 8), (28, 4), (8, 4, 12, 8), (24, 4, 4))
+"""The same in multiples of 2 * cp = 4, which context parallelism needs."""
+
+Lengths = tuple[tuple[int, ...], ...]
 
 
 def tiny_spec(**changes: Any) -> ModelSpec:
@@ -32,7 +36,7 @@ def tiny_spec(**changes: Any) -> ModelSpec:
         "num_experts": 8,
         "experts_per_token": 2,
         "moe_layers": (False, True, True, True),
-        "vocab_size": 260,
+        "vocab_size": 259,
         "max_position_embeddings": 128,
         "norm_eps": 1e-6,
         "rope_theta": 10000.0,
@@ -61,25 +65,35 @@ def packed(lengths: tuple[int, ...]) -> Any:
     )
 
 
-def micro_batch(number: int, vocab_size: int) -> dict[str, Any]:
-    """Micro-batch `number` of the global batch: tokens, labels and loss mask [1, tokens], and its packing."""
+def micro_batch(number: int, vocab_size: int, lengths: Lengths = MICRO_BATCHES) -> dict[str, Any]:
+    """Micro-batch `number` of the global batch: tokens, labels and loss mask [1, tokens], and its packing.
+
+    Under context parallelism, this rank's parts of the tokens.
+    """
+    from megatron.core import parallel_state
+
+    from megatron_patches.packed_rope import packed_positions
+
     generator = torch.Generator().manual_seed(100 + number)
-    total = sum(MICRO_BATCHES[number])
+    total = sum(lengths[number])
     tokens = torch.randint(0, vocab_size, (1, total + 1), generator=generator)
-    mask = torch.rand((1, total), generator=generator) < 0.7
+    mask = (torch.rand((1, total), generator=generator) < 0.7).float()
+    packing = packed(lengths[number])
+    rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    offsets = packing.cu_seqlens_q
+    own = torch.repeat_interleave(offsets[:-1], offsets.diff() // size) + packed_positions(offsets, rank, size)
     return {
-        "tokens": tokens[:, :-1].contiguous(),
-        "labels": tokens[:, 1:].contiguous(),
-        "mask": mask.float(),
-        "packed": packed(MICRO_BATCHES[number]),
+        "tokens": tokens[:, :-1][:, own],
+        "labels": tokens[:, 1:][:, own],
+        "mask": mask[:, own],
+        "packed": packing,
     }
 
 
 def forward_step(batches: Iterator[dict[str, Any]], model: Any) -> tuple[torch.Tensor, Any]:
     """Megatron-Core's forward step: the sum of the masked token losses, and the number of tokens in it."""
     batch = next(batches)
-    positions = torch.cat([torch.arange(int(n)) for n in batch["packed"].cu_seqlens_q.diff()])[None]
-    output = model(batch["tokens"], positions, None, labels=batch["labels"], packed_seq_params=batch["packed"])
+    output = model(batch["tokens"], None, None, labels=batch["labels"], packed_seq_params=batch["packed"])
 
     def loss(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         total = (output.float() * mask).sum()
@@ -90,9 +104,9 @@ def forward_step(batches: Iterator[dict[str, Any]], model: Any) -> tuple[torch.T
 
 
 def loss_and_gradients(
-    spec: ModelSpec, layout: Layout, plant: str | None = None, **build: Any
-) -> tuple[float, float, list[Part]]:
-    """Mean token loss of the global batch, its sum, and this rank's parts of the gradients of the mean.
+    spec: ModelSpec, layout: Layout, plant: str | None = None, lengths: Lengths = MICRO_BATCHES, **build: Any
+) -> tuple[float, list[Part]]:
+    """Mean token loss of the global batch, and this rank's parts of its gradients.
 
     The loss stands on the last pipeline stage; other ranks report NaN. `plant` is a switch of `fill`.
     """
@@ -103,10 +117,10 @@ def loss_and_gradients(
     from moe_asyncrl.train.model import build_model, wrap_ddp
 
     chunks = build_model(spec, layout, CPU, **build)
-    fill(chunks, **({plant: True} if plant else {}))
+    fill(chunks, vocab_size=spec.vocab_size, **({plant: True} if plant else {}))
     model = wrap_ddp(chunks)
     rank, copies = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    own = [micro_batch(number, spec.vocab_size) for number in range(len(MICRO_BATCHES))][rank::copies]
+    own = [micro_batch(number, spec.vocab_size, lengths) for number in range(rank, len(lengths), copies)]
     for wrapped in model:
         wrapped.zero_grad_buffer()
     reports = get_forward_backward_func()(
@@ -120,7 +134,7 @@ def loss_and_gradients(
     )
     total = torch.stack([report["loss"] for report in reports]).sum(0) if reports else torch.full((2,), float("nan"))
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    return float(total[0] / total[1]), float(total[0]), gradients(model)
+    return float(total[0] / total[1]), gradients(model)
 
 
 def logit_spread(spec: ModelSpec, layout: Layout) -> float:
@@ -128,7 +142,7 @@ def logit_spread(spec: ModelSpec, layout: Layout) -> float:
     from moe_asyncrl.train.model import build_model
 
     (chunk,) = build_model(spec, layout, CPU)
-    fill([chunk])
+    fill([chunk], vocab_size=spec.vocab_size)
     batch = micro_batch(0, spec.vocab_size)
     with torch.no_grad():
         return float(chunk(batch["tokens"], None, None, packed_seq_params=batch["packed"]).std())

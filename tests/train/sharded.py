@@ -60,21 +60,35 @@ def named_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return noise * float(scale / shape[-1] ** 0.5)
 
 
-def fill(chunks: list[Any], *, swap_experts: bool = False, transpose_projection: bool = False) -> None:
-    """Give every parameter its values by name. The two switches plant an error in the first MoE or any layer.
+def fill(
+    chunks: list[Any], *, vocab_size: int, swap_experts: bool = False, transpose_projection: bool = False
+) -> None:
+    """Give every parameter its values by name; rows that pad the vocabulary are 0.
 
-    `swap_experts` exchanges the first two experts' second matrices; `transpose_projection` transposes the first
-    layer's attention output projection, a square matrix.
+    The two switches plant an error: `swap_experts` exchanges the first two experts' second matrices in every MoE
+    layer, `transpose_projection` transposes the attention's output projection, a square matrix, in every layer.
     """
     with torch.no_grad():
         for chunk in chunks:
             for part in parts_of(chunk):
-                whole = named_tensor(part.name, part.global_shape)
-                if swap_experts and "experts" in part.name and "linear_fc2" in part.name:
-                    whole = whole[[1, 0, *range(2, len(whole))]] if whole.shape[0] > 1 else whole
+                shape = part.global_shape
+                if over_vocabulary(part.name):
+                    whole = torch.zeros(shape)
+                    whole[:vocab_size] = named_tensor(part.name, (vocab_size, *shape[1:]))
+                else:
+                    whole = named_tensor(part.name, shape)
+                if swap_experts and ".experts.linear_fc2" in part.name:
+                    expert_axis = whole.dim() - 3
+                    order = torch.arange(whole.shape[expert_axis])
+                    whole = whole.index_select(expert_axis, torch.cat([order[:2].flip(0), order[2:]]))
                 if transpose_projection and "linear_proj" in part.name:
-                    whole = whole.transpose(-1, -2) if whole.dim() == 2 else torch.stack([*whole[:1].mT, *whole[1:]])
+                    whole = whole.mT
                 part.value.copy_(whole[part.where])
+
+
+def over_vocabulary(name: str) -> bool:
+    """Whether a tensor's first dimension is the vocabulary."""
+    return "word_embeddings" in name or "output_layer" in name
 
 
 def gradients(ddp_chunks: list[Any]) -> list[Part]:
