@@ -108,5 +108,11 @@ def make_client(kind: str, target: Member, pid: int) -> EngineClient:
     """A client of the wanted kind; `plain` is the real one."""
     if kind == "dying":
         return DyingClient(target.url, pid=pid, name=target.name)
-    kinds = {"plain": EngineClient, "refusing": RefusingClient, "absent": AbsentClient, "lying": LyingClient, "slow": SlowToStartClient}
+    kinds = {
+        "plain": EngineClient,
+        "refusing": RefusingClient,
+        "absent": AbsentClient,
+        "lying": LyingClient,
+        "slow": SlowToStartClient,
+    }
     return kinds[kind](target.url, name=target.name, world_size=target.world_size)

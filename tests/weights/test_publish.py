@@ -129,7 +129,7 @@ def test_every_update_equals_transformers_on_the_exported_weights(
 def test_requests_in_flight_survive_and_tell_both_versions(
     trainer: Trainer, engines_two: tuple[TestEngine, TestEngine]
 ) -> None:
-    """More requests than the engines run at once (64), and updates in the midst of them: none is aborted or retracted."""
+    """More requests than the engines run at once (64), and updates among them: none is aborted or retracted."""
     first = engines_two[0]
     trainer("start", hf_dir=str(first.model), members=members_of(engines_two))
     trainer("publish", version=0)
@@ -176,6 +176,28 @@ def test_an_engine_that_refuses_is_left_out_at_once(
     trainer("set_members", members=again)
     assert trainer("publish", version=2)[0]["engines"] == ("back", good.name)
     assert max(deviation(one, Reference(tmp_path / "out"), 2) for one in engines_two) <= TOLERANCE
+
+
+def test_an_engine_killed_in_the_midst_of_an_update_is_left_out(
+    trainer: Trainer, engine: Callable[..., TestEngine], engines: EngineHouse, tmp_path: Path
+) -> None:
+    """The next update's group does not count it. Needs a server of its own, since it is killed."""
+    from tests.engines.fixtures import Key
+
+    engines.begin(Key("qwen3_moe", 1, 1, 2))
+    good, bad = engine(), engine(index=2)
+    good.reset()
+    faulty = {"kinds": {bad.name: "dying"}, "pids": {bad.name: bad.server.pid}}
+    trainer("start", hf_dir=str(good.model), members=members_of((good, bad)), **faulty)
+    trainer("perturb", step=1)
+    reports = trainer("publish", version=0)
+    assert reports[0]["engines"] == (good.name,) and bad.name in reports[0]["lost"], reports[0]
+    assert "cannot be reached" in reports[0]["lost"][bad.name] and reports[0]["took"] < 15
+    trainer("export", out=str(tmp_path / "out"))
+    assert deviation(good, Reference(tmp_path / "out"), 0) <= TOLERANCE
+    report = trainer("publish", version=1)[0]
+    assert report["engines"] == (good.name,) and report["lost"] == {} and report["took"] < 5
+    good.reset()
 
 
 @pytest.mark.parametrize(
