@@ -1,8 +1,8 @@
 """The JSONL prompt source: one object a line with `prompt` or `messages`, `answer`, and any metadata.
 
-The whole file is read once and checked at the start; after that only the byte offset of each line stays in memory, and a
-line is parsed again when it is asked for. Which prompt an index means is a pure function of (index, seed, number of lines),
-so workers need no shared state and a resumed run goes on with the same order.
+The whole file is read once and checked at the start; after that only the byte offset of each line stays in memory,
+and a line is parsed again when it is asked for. Which prompt an index means is a pure function of (index, seed,
+number of lines), so workers need no shared state and a resumed run goes on with the same order.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class PromptFile:
     ) -> PromptFile:
         """Read and check the file: every line parses and `check` (which raises UserError) accepts it.
 
-        `limit` keeps the first prompts only; the rest is not read. Raises UserError with the file and, where there is one, the line.
+        `limit` keeps the first prompts only; the rest is not read. Raises UserError with the file and, where there is
+        one, the line.
         """
         path = pathlib.Path(path)
         offsets, lines = array.array("q"), array.array("q")
@@ -157,9 +158,9 @@ def _scan(path: pathlib.Path) -> Iterator[tuple[int, int, bytes]]:
 class PromptOrder:
     """Which prompt the instance `index` is: index -> (epoch, position), the same in every process.
 
-    Each epoch is a permutation of the n positions, made from (seed, epoch) by ordering the raw 64-bit words of numpy's Philox
-    generator (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011). The raw words are part of the generator's
-    definition and do not change with numpy's version.
+    Each epoch is a permutation of the n positions, made from (seed, epoch) by ordering the raw 64-bit words of
+    numpy's Philox generator (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011). The raw words are
+    part of the generator's definition and do not change with numpy's version.
     """
 
     def __init__(self, n: int, *, seed: int, shuffle: bool) -> None:

@@ -5,20 +5,23 @@ token i + 1. With P prompt tokens and n sampled ones (T = P + n):
 
 | rows | source | version |
 |---|---|---|
-| [0, cached) | `cached` | the version that the request was sent under: a prefix is only shared under one version's key |
+| [0, cached) | `cached` | the version that the request was sent under: prefixes are kept apart by it |
 | [cached, P) | `prefilled` | that of the first sampled token |
 | [P, T-1) | `sampled` | that of token i + 1 |
 
 Two things blur it, and then the version is -1 (not known) rather than a guess:
-- The weights changed between submission and the first sampled token. The prompt may have been read in two chunks, one before and one
-  after the change, and a prefix written by then may be of either; only row P - 1 is surely of the first token's pass.
-- The engine threw the request out and read it again (a retraction). Rows may then come from the second reading; they are
-  `prefilled`, and where the token's version is not the newest one the row's version is not known.
+- The weights changed between submission and the first sampled token. The prompt may have been read in two chunks, one
+  before and one after the change, and a prefix written by then may be of either; only row P - 1 is surely of the
+  first token's pass.
+- The engine threw the request out and read it again (a retraction). Rows may then come from the second reading; they
+  are `prefilled`, and where the token's version is not the newest one the row's version is not known.
+
 Rows that the engine did not return are `missing`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -50,7 +53,9 @@ def assemble(
     score_status: Mapping[str, ScorerReport],
     metadata: Mapping[str, str],
 ) -> Trajectory:
-    """The trajectory of prompt int32 [P] and its completion of n >= 1 tokens. Identity's engine, times and finish reason are set here.
+    """The trajectory of prompt int32 [P] and its completion of n >= 1 tokens.
+
+    The identity's engine, times and finish reason are those of the completion.
 
     Raises ValueError if the completion is empty, or of another prompt's length, or has more routing rows than tokens.
     """
@@ -122,7 +127,10 @@ def routing_rows(
 def provenance(
     versions: npt.NDArray[np.int32], p: int, *, cached: int, asked: int, retractions: int
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int32]]:
-    """(number in SOURCES int8 [T-1], version int32 [T-1]) of each row, by the table above. `versions` int32 [n] of the sampled tokens."""
+    """(number in SOURCES int8 [T-1], version int32 [T-1]) of each row, by the table above.
+
+    `versions` int32 [n] of the sampled tokens.
+    """
     n = len(versions)
     source = np.full(p + n - 1, _SAMPLED, dtype=np.int8)
     version = np.empty(p + n - 1, dtype=np.int32)
@@ -144,5 +152,5 @@ def _runs(source: npt.NDArray[np.int8], version: npt.NDArray[np.int32]) -> tuple
     edges: Sequence[int] = [0, *changes.tolist(), len(source)]
     return tuple(
         RoutingRun(start=a, end=b, version=int(version[a]), source=SOURCES[source[a]])
-        for a, b in zip(edges, edges[1:], strict=False)
+        for a, b in itertools.pairwise(edges)
     )

@@ -1,7 +1,7 @@
 """Greedy evaluation on held-out prompts.
 
-`accuracy` is the mean reward of the prompts that could be scored: for the built-in rules the share of right answers, for a
-function of the user's own its mean `total`. Prompts that could not be scored are counted apart, not as 0.
+`accuracy` is the mean reward of the prompts that could be scored: for the built-in rules the share of right answers,
+for a function of the user's own its mean `total`. Prompts that could not be scored are counted apart, not as 0.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ async def evaluate_at(url: str, recipe: Recipe, *, api_key: str | None = None) -
 
 
 def evaluate_model(recipe: Recipe, *, cpu: bool, log_path: Path) -> EvalResult:
-    """Start a server for `recipe.model.path`, evaluate it on `data.eval`, stop the server. For use outside an event loop.
+    """Start a server for `recipe.model.path`, evaluate it on `data.eval`, stop the server.
 
-    Raises UserError; data and reward are checked before the server is started.
+    For use outside an event loop. Raises UserError; data and reward are checked before the server is started.
     """
     import os
     import secrets

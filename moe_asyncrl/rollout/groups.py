@@ -1,4 +1,4 @@
-"""From prompts to requests and from completions to groups: pure but for the tokenizer and the clock-free scorer it calls."""
+"""From prompts to requests, and from completions to groups: pure."""
 
 from __future__ import annotations
 
@@ -82,9 +82,10 @@ def jobs_for(prompt: ReadyPrompt, completions: Sequence[Completion], tokenizer: 
 def group_outcome(
     recipe: Recipe, work: GroupWork, completions: Sequence[Completion], scores: Sequence[Score], scorer_version: str
 ) -> Outcome:
-    """The group of the usable, scored samples. It fails with fewer than two; it is filtered by `rollout.filter_uniform`.
+    """The group of the usable, scored samples.
 
-    `completions` are all of the group's, in order; `scores` are those of the usable ones among them, in order.
+    It fails with fewer than two of them; it is filtered by `rollout.filter_uniform`. `completions` are all of the
+    group's, in order; `scores` are those of the usable ones among them, in order.
     """
     good = [(i, c) for i, c in enumerate(completions) if usable(c)]
     scored = [(i, c, s) for (i, c), s in zip(good, scores, strict=True) if s.status == "ok"]

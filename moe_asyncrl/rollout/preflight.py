@@ -25,7 +25,7 @@ def check_data(recipe: Recipe) -> None:
 
 
 def check_eval(recipe: Recipe) -> None:
-    """Raise UserError if the held-out file, the tokenizer or the reward function cannot be used, or there is no such file."""
+    """Raise UserError if the recipe names no held-out file, or it, the tokenizer or the reward cannot be used."""
     if recipe.data.eval is None:
         raise UserError("data.eval is not set: there is nothing to evaluate on")
     asyncio.run(_load_reward(recipe))

@@ -40,8 +40,11 @@ class ReadyPrompts:
 
 
 def preparation(recipe: Recipe, tokenizer: Tokenizer, *, max_new_tokens: int) -> Callable[[Prompt], ReadyPrompt]:
-    """Prompt -> ReadyPrompt by the recipe. What it returns raises UserError, naming file and line, for a prompt that cannot be used:
-    no answer where the reward needs one, no tokens, too long for the context, a bad `rollout.max_new_tokens_field`."""
+    """Prompt -> ReadyPrompt by the recipe.
+
+    What it returns raises UserError, naming file and line, for a prompt that cannot be used: no answer where the reward
+    needs one, no tokens, too long for the context, a bad `rollout.max_new_tokens_field`.
+    """
     own, context = recipe.rollout.max_new_tokens_field, recipe.model.max_context
 
     def prepare(prompt: Prompt) -> ReadyPrompt:
@@ -50,8 +53,8 @@ def preparation(recipe: Recipe, tokenizer: Tokenizer, *, max_new_tokens: int) ->
         ids = np.asarray(tokenizer.encode_prompt(prompt, recipe.data.chat), dtype=np.int32)
         if len(ids) + longest > context:
             raise UserError(
-                f"{prompt.source}: the prompt has {len(ids)} tokens; with an answer of up to {longest} it does not fit into"
-                f" model.max_context {context}"
+                f"{prompt.source}: the prompt has {len(ids)} tokens; with an answer of up to {longest} it does not"
+                f" fit into model.max_context {context}"
             )
         return ReadyPrompt(prompt, ids, longest)
 

@@ -17,6 +17,7 @@ from moe_asyncrl.data.errors import DeadlineExceeded, EngineLost, UserError
 from moe_asyncrl.data.messages import Member, RunState
 from moe_asyncrl.engine.client import EngineClient
 from moe_asyncrl.engine.completion import Completion, GenerateRequest, RoutingShape
+from moe_asyncrl.engine.keys import KEY_FILE
 from moe_asyncrl.engine.pool import EnginePool
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.models.tokenizer import Tokenizer
@@ -33,14 +34,15 @@ STATE_S = 1.0
 """Between two looks at the run's state."""
 REPORT_S = 5.0
 START_S = 24 * 3600.0
-"""Longest wait for the first commit. Supervised warm-up comes before it, and only the trainer knows how long that takes; the
-supervisor ends the run at once when the trainer or the last engine fails."""
+"""Longest wait for the first commit. A supervised warm-up comes before it, and only the trainer knows how long that
+takes; the supervisor ends the run at once when the trainer or the last engine fails."""
 
 
 def run(folder: RunFolder, recipe: Recipe, index: int = 0) -> int:
-    """Sample for the run in `folder`. Returns 0 when the run is finished or failed elsewhere, and after SIGTERM or SIGINT.
+    """Sample for the run in `folder`.
 
-    Raises UserError for bad data, a bad or ever failing reward function, engines or a buffer that do not answer.
+    Returns 0 when the run is finished or failed elsewhere, and after SIGTERM or SIGINT. Raises UserError for bad
+    data, a bad or ever failing reward function, engines or a buffer that do not answer.
     """
     return asyncio.run(_run(folder, recipe, index))
 
@@ -93,7 +95,7 @@ def engine_client(member: Member, spec: ModelSpec, folder: RunFolder) -> EngineC
 
 def api_key(folder: RunFolder) -> str | None:
     """The engines' key of this run, if it has one."""
-    path = folder.keys / "engine.key"
+    path = folder.keys / KEY_FILE
     return path.read_text(encoding="utf-8").strip() if path.is_file() else None
 
 

@@ -1,8 +1,8 @@
 """The rollout worker: tickets in, groups out.
 
-Lists of groups go to the engines as one request each; their completions are scored, assembled and sent to the buffer. The
-buffer's tickets are the only backpressure: a group is sampled only under a ticket, and every ticket ends as a group that the
-buffer acknowledged or is given back.
+Lists of groups go to the engines as one request each; their completions are scored, assembled and sent to the buffer.
+The buffer's tickets are the only backpressure: a group is sampled only under a ticket, and every ticket ends as a
+group that the buffer acknowledged or is given back.
 """
 
 from __future__ import annotations

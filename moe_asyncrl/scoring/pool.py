@@ -1,7 +1,8 @@
-"""Worker processes for a user's reward function: off the event loop, killed when they hang, started again when they die.
+"""Processes for a user's reward function: off the event loop, killed when they hang, started again when they die.
 
-A batch goes to a worker in one frame and its answers come back one by one; the parent's clock is reset by each answer. When it
-runs out or the process dies, the job that was being scored gets the verdict, and the rest goes to a fresh process.
+A batch goes to a worker in one frame and its answers come back one by one; the parent's clock is reset by each
+answer. When it runs out or the process dies, the job that was being scored gets the verdict, and the rest goes to a
+fresh process.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class RewardProcess:
     async def _pass(
         self, jobs: Sequence[ScoreJob], todo: Sequence[int], together: int, scores: dict[int, Score]
     ) -> Score | None:
-        """Send the jobs `todo` and collect answers into `scores`; the verdict on what stopped it, None if all answered."""
+        """Send the jobs `todo`, collect answers into `scores`; the verdict on what stopped it, None if all answered."""
         if self._process is None:
             await self.start()
         assert self._process is not None and self._process.stdin is not None
@@ -154,7 +155,10 @@ class RewardPool:
         return cls(processes)
 
     async def score(self, jobs: Sequence[ScoreJob]) -> list[Score]:
-        """Scores in the order of the jobs; every job gets one. Raises UserError if a process cannot be started again."""
+        """Scores in the order of the jobs; every job gets one.
+
+        Raises UserError if a process cannot be started again.
+        """
         size = max(1, min(MAX_BATCH, -(-len(jobs) // len(self._all))))
         parts = await asyncio.gather(*(self._part(jobs[i : i + size]) for i in range(0, len(jobs), size)))
         return [score for part in parts for score in part]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import re
 
 RELATIVE_TOLERANCE = 1e-6
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-_NUMBER = re.compile(
-    rf"(?<!\w)(?<!\d\.)[-+\u2212]?(?:{_DIGITS}(?:\.\d+)?|(?<!\.)\.\d+)(?:[eE][-+]?\d+)?(?: ?/ ?[-+]?{_DIGITS}(?:\.\d+)?)?%?"
-)
+_VALUE = rf"(?:{_DIGITS}(?:\.\d+)?|(?<!\.)\.\d+)(?:[eE][-+]?\d+)?"
+_BELOW = rf"(?: ?/ ?[-+]?{_DIGITS}(?:\.\d+)?)?%?"
+_NUMBER = re.compile(rf"(?<!\w)(?<!\d\.)[-+\u2212]?{_VALUE}{_BELOW}")
 
 
 def exact(completion: str, answer: str) -> float:
@@ -31,12 +32,10 @@ def numeric(completion: str, answer: str) -> float:
 
 def last_number(text: str) -> float | None:
     """The value of the last number in the text; None without one, or where it is not finite (1/0, 1e999)."""
-    found = None
-    for found in _NUMBER.finditer(text):
-        pass
-    if found is None:
+    last = collections.deque(_NUMBER.finditer(text), maxlen=1)
+    if not last:
         return None
-    number = found.group().replace(",", "").replace("\u2212", "-")
+    number = last[0].group().replace(",", "").replace("\u2212", "-")
     scale = 0.01 if number.endswith("%") else 1.0
     above, _, below = number.rstrip("%").partition("/")
     try:

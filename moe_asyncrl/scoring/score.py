@@ -22,7 +22,10 @@ class ScoreJob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True):
-    """The verdict on one completion. `rewards` is empty unless the status is `ok`; then it has `total`, what training uses."""
+    """The verdict on one completion.
+
+    `rewards` is empty unless the status is `ok`; then it has `total`, what training uses.
+    """
 
     status: ScoreStatus
     rewards: dict[str, float] = {}
@@ -37,7 +40,8 @@ class Score(msgspec.Struct, frozen=True, array_like=True):
 def score_from(value: object) -> Score:
     """The score for what a reward function returned: a finite number, or names with finite numbers.
 
-    With names, `total` is the reward if it is among them, else their sum. Anything else is a failure that says what came back.
+    With names, `total` is the reward if it is among them, else their sum. Anything else is a failure that says what
+    came back.
     """
     if isinstance(value, dict):
         if not value:

@@ -59,7 +59,8 @@ class Scorer:
     async def score(self, jobs: Sequence[ScoreJob]) -> list[Score]:
         """Scores in the order of the jobs.
 
-        Raises UserError, quoting the last failure, when `reward.max_consecutive_failures` completions in a row have none.
+        Raises UserError, quoting the last failure, when `reward.max_consecutive_failures` completions in a row have
+        none.
         """
         if self._pool is not None:
             scores = await self._pool.score(jobs)

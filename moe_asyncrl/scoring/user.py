@@ -4,11 +4,12 @@ Its signature, sync or async:
 
     def reward(prompt: str, completion: str, answer: str | None, metadata: dict) -> float | dict[str, float]
 
-`prompt` is the text (for `messages`: their contents, joined by newlines), `completion` the decoded sample without special
-tokens, `answer` and `metadata` come from the prompt's line. A dict's `total` is the reward that training uses, or the sum of
-its values without a `total`. Raising, returning anything but finite numbers, and taking longer than `reward.timeout_s` count
-as failures; they are never a reward of 0. The module is looked for in the recipe's folder, then in the working directory,
-then where Python looks anyway. The function runs in processes of its own; each completion may see another one.
+`prompt` is the text (for `messages`: their contents, joined by newlines), `completion` the decoded sample without
+special tokens, `answer` and `metadata` come from the prompt's line. A dict's `total` is the reward that training
+uses, or the sum of its values without a `total`. Raising, returning anything but finite numbers, and taking longer
+than `reward.timeout_s` count as failures; they are never a reward of 0. The module is looked for in the recipe's
+folder, then in the working directory, then where Python looks anyway. The function runs in processes of its own; each
+completion may see another one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The process that runs a user's reward function: `python -m moe_asyncrl.scoring.worker NAME FOLDER…`.
 
-Frames (a little-endian uint32 length, then msgpack) arrive on standard input and leave on the descriptor that was standard
-output; what the function prints goes to standard error. It first sends `Ready`, then answers each `Batch` with one `Answer`
-for each job. A synchronous function runs the jobs in order, so the first one without an answer is the one that hangs.
+Frames (a little-endian uint32 length, then msgpack) arrive on standard input and leave on the descriptor that was
+standard output; what the function prints goes to standard error. It first sends `Ready`, then answers each `Batch`
+with one `Answer` for each job. A synchronous function runs the jobs in order, so the first one without an answer is
+the one that hangs.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import pytest
 from moe_asyncrl.engine.client import EngineClient
 from moe_asyncrl.engine.command import EngineArgs, spread_cores
 from moe_asyncrl.engine.completion import RoutingShape
+from moe_asyncrl.engine.errors import EngineRefused
 from moe_asyncrl.engine.server import Server, free_port
 from tests.engines.models import Reference, make_model, routing_shape
 
@@ -68,7 +69,14 @@ class TestEngine:
             async with self.client() as client:
                 await client.resume(deadline_s=20)
                 await client.abort(None, deadline_s=20)
-                await client.load_weights(str(self.model), -1, flush=True, deadline_s=60)
+                for left in range(20, -1, -1):  # an abort is answered before the last request is gone
+                    try:
+                        await client.load_weights(str(self.model), -1, flush=True, deadline_s=60)
+                        break
+                    except EngineRefused:
+                        if not left:
+                            raise
+                        await asyncio.sleep(0.2)
 
         asyncio.run(go())
 
