@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal
 
 LayerImplementation = Literal["local", "transformer_engine"]
@@ -34,7 +33,7 @@ class Capabilities:
     """Transformer Engine has a grouped linear layer: all experts of a rank in one kernel."""
     fused_weight_gradient: bool = False
     """apex's extension that adds a weight's gradient straight into the main gradient."""
-    missing: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+    missing: Mapping[str, str] = field(default_factory=dict, compare=False)
     """What is absent, with the reason, for display only."""
 
 
@@ -126,5 +125,5 @@ def detect_capabilities(load: Callable[[str], Any] = importlib.import_module) ->
         apex=probe("apex", lambda: load("apex.optimizers").FusedAdam),
         grouped_gemm=probe("grouped_gemm", lambda: load("transformer_engine.pytorch").GroupedLinear),
         fused_weight_gradient=probe("fused_weight_gradient", lambda: load("fused_weight_gradient_mlp_cuda")),
-        missing=MappingProxyType(missing),
+        missing=missing,
     )

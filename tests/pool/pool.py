@@ -26,7 +26,7 @@ from moe_asyncrl.models.layout import Layout
 from tests.pool.pipes import receive, send
 from tests.pool.worker import Answer, Call, serve
 
-GRACE_S = 5.0
+GRACE_S = 3.0
 """After one rank raised: how long the others may take to come out of what they are in."""
 STACK_LINES = 12
 
@@ -140,7 +140,7 @@ class WorkerPool:
         for rank in range(len(self._workers), count):
             ours, theirs = context.Pipe()
             log = str(self._logs / f"rank{rank}.log")
-            process = context.Process(target=serve, args=(theirs, log), name=f"pool-rank{rank}", daemon=True)
+            process = context.Process(target=serve, args=(theirs, log, os.getpid()), daemon=True)
             _with_environment({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, process.start)
             theirs.close()
             self._workers.append((process, ours))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import inspect
 import os
+import select
 import signal
 import sys
+import threading
 import traceback
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -16,8 +17,6 @@ from typing import Any
 
 from moe_asyncrl.models.layout import Layout
 from tests.pool.pipes import receive, send
-
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -84,9 +83,26 @@ def run_call(call: Call, groups: Groups) -> Answer:
         return Answer(error=traceback.format_exc())
 
 
-def serve(pipe: Connection, log_path: str) -> None:
-    """Answer calls until the pipe closes. All output goes to `log_path`; SIGUSR1 adds all stacks to it."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with(owner: int) -> None:
+    """End this process when the process `owner` ends, also while a call is running.
+
+    The kernel's parent-death signal would not do: the parent is the fork server, which lives as long as its workers.
+    """
+    watched = os.pidfd_open(owner)
+
+    def wait() -> None:
+        select.select([watched], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def serve(pipe: Connection, log_path: str, owner: int) -> None:
+    """Answer calls until the pipe closes. All output goes to `log_path`; SIGUSR1 adds the main thread's stack to it."""
+    try:
+        die_with(owner)
+    except ProcessLookupError:
+        os._exit(1)
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
