@@ -89,13 +89,13 @@ def measure(task: str, steps: int, folder: Path, seed: int) -> dict[str, Any]:
         raise RuntimeError(f"{task}: {summary.error}")
     lines = [m for m in read_jsonl(run.metrics_path) if m["kind"] == "step"][SKIPPED_STEPS:]
     spans = [e for e in read_jsonl(run.events_path) if e["span"] == "generate"]
-    first, last = lines[0]["time"] - lines[0]["seconds"], lines[-1]["time"]
+    first, last = lines[0]["time"] - lines[0]["turn_seconds"], lines[-1]["time"]
     inside = [e for e in spans if first <= e["end"] <= last]
     return {
         "sampled_tokens_per_s": sum(e["tokens"] for e in inside) / (last - first),
-        "trained_tokens_per_s": sum(m["trained_tokens"] for m in lines) / (last - first),
+        "trained_tokens_per_s": sum(m["tokens"] for m in lines) / (last - first),
         "seconds_per_step": statistics.median(b["time"] - a["time"] for a, b in zip(lines, lines[1:], strict=False)),
-        "seconds_in_step": statistics.median(m["seconds"] for m in lines),
+        "seconds_in_step": statistics.median(m["step_seconds"] for m in lines),
         "overlap": summary.overlap,
         "staleness_max": summary.staleness_max,
         "replay_coverage": summary.replay_coverage,

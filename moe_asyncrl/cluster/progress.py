@@ -7,6 +7,9 @@ from typing import Any
 from moe_asyncrl.telemetry.jsonl import JsonlTail
 from moe_asyncrl.telemetry.run_folder import RunFolder
 
+WARMUP_LINES = 20
+"""Supervised warm-up steps are short: one line for so many."""
+
 
 class Progress:
     """Turns new metrics into lines to print."""
@@ -33,7 +36,7 @@ class Progress:
         elif kind == "eval":
             self._accuracy = float(m["accuracy"])
             return f"eval    version {m['version']:>4}  accuracy {m['accuracy']:.3f} on {m['n']} prompts"
-        elif kind == "warmup":
+        elif kind == "warmup" and (m["step"] % WARMUP_LINES == 0 or m["step"] in (1, m["of"])):
             return f"warm-up step {m['step']:>4}/{m['of']}  loss {m['loss']:.4f}"
         elif kind == "step":
             return self._step(m)

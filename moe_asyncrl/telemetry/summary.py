@@ -82,7 +82,7 @@ def summarize(
             generating.append((float(e["start"]), float(e["end"])))
         elif e["span"] == "step":
             stepping.append((float(e["start"]), float(e["end"])))
-        elif e["span"] == "update" and e.get("committed"):
+        elif e["span"] == "update" and "error" not in e:
             versions.add(int(e["version"]))
     s.weight_versions = len(versions)
     s.overlap = overlap(generating, stepping)

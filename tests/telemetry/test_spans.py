@@ -83,9 +83,9 @@ def test_the_summary_sums_up_what_was_recorded(tmp_path: Path) -> None:
         {"role": "engine", "span": "generate", "start": 0.0, "end": 10.0},
         {"role": "rollout-0", "span": "generate", "start": 12.0, "end": 14.0},
         {"role": "trainer-0", "span": "step", "start": 11.0, "end": 15.0},
-        {"role": "trainer-0", "span": "update", "start": 15.0, "end": 16.0, "version": 0, "committed": True},
-        {"role": "trainer-0", "span": "update", "start": 15.0, "end": 16.0, "version": 1, "committed": True},
-        {"role": "trainer-0", "span": "update", "start": 15.0, "end": 16.0, "version": 2, "committed": False},
+        {"role": "trainer-0", "span": "update", "start": 15.0, "end": 16.0, "version": 0},
+        {"role": "trainer-0", "span": "update", "start": 15.0, "end": 16.0, "version": 1},
+        {"role": "trainer-0", "span": "update", "start": 15.0, "end": 16.0, "version": 2, "error": "no engine"},
     ):
         folder.events.append(e)
     s = summarize(folder, status="ok", error=None, seconds=16.0, counts=TrajectoryCounts(sampled=8))
