@@ -57,7 +57,7 @@ def unpin() -> None:
 
 
 def skip_freeze(*args: Any, **kwargs: Any) -> None:
-    """The server asks itself over HTTP before it listens, and logs a traceback; our launcher asks when it does listen."""
+    """The server asks itself before it listens, and logs a traceback; our launcher asks when it does listen."""
 
 
 def register_cpu() -> None:
