@@ -6,7 +6,7 @@ SHELL := /bin/bash
 PYTHON ?= python3.11
 # An index to take torch from, and nothing else: name one with the CPU build to save 2.5 GB of CUDA libraries.
 TORCH_INDEX ?=
-# Passed on unchanged: make demo ARGS="seed=2", make test PYTEST_ARGS="tests/data -x", make bench BENCH_ARGS="".
+# Passed on unchanged: make demo ARGS="run.seed=2", make test PYTEST_ARGS="tests/data -x", make bench BENCH_ARGS="".
 ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --quick

@@ -26,7 +26,7 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 
 install() {
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-warn-script-location "$@"
+    "$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check --no-input --no-warn-script-location "$@"
 }
 
 torch_pin="$(grep '^torch==' requirements/cpu.txt)"
@@ -37,6 +37,11 @@ fi
 echo "setup: the locked packages (1.6 GB; a few minutes the first time)"
 install -r requirements/cpu.txt -r requirements/dev.txt
 install --no-deps -r requirements/cpu-nodeps.txt
+# pip compiles every file of every package, most of them never imported. Compile what is used, on two cores.
+"$venv/bin/python" -W ignore -c "import torch.distributed, megatron.core, transformers" &
+imports=$!
+"$venv/bin/python" -m compileall -q "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang/srt"
+wait "$imports"
 echo "setup: this project"
 # setuptools warns at length that an editable install is editable
 PYTHONWARNINGS=ignore install --no-deps --no-build-isolation --editable .
