@@ -47,9 +47,7 @@ def _mend(module: ModuleType) -> None:
         cp_group: Any = None,
     ) -> torch.Tensor:
         if cu_seqlens is None or cp_group is None or config.apply_rope_fusion or config.mrope_section is not None:
-            return apply_by_guess(
-                t, freqs, config, cu_seqlens=cu_seqlens, mscale=mscale, cp_group=cp_group
-            )
+            return apply_by_guess(t, freqs, config, cu_seqlens=cu_seqlens, mscale=mscale, cp_group=cp_group)
         positions = packed_positions(cu_seqlens, cp_group.rank(), cp_group.size())
         if positions.shape[0] != t.shape[0]:
             raise ValueError(f"cu_seqlens describe {positions.shape[0]} tokens of this rank, there are {t.shape[0]}")

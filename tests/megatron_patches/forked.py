@@ -93,9 +93,7 @@ def enter(layout: Layout, rank: int, store: str) -> None:
 
     torch.set_num_threads(1)
     ranks = layout.world_size
-    runtime = ParallelRuntime(
-        CPU, rank=rank, world_size=ranks, store=FileStore(store, ranks), timeout_s=RANK_TIMEOUT_S
-    )
+    runtime = ParallelRuntime(CPU, rank=rank, world_size=ranks, store=FileStore(store, ranks), timeout_s=RANK_TIMEOUT_S)
     runtime.setup(layout)
 
 

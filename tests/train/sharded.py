@@ -60,9 +60,7 @@ def named_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return noise * float(scale / shape[-1] ** 0.5)
 
 
-def fill(
-    chunks: list[Any], *, vocab_size: int, swap_experts: bool = False, transpose_projection: bool = False
-) -> None:
+def fill(chunks: list[Any], *, vocab_size: int, swap_experts: bool = False, transpose_projection: bool = False) -> None:
     """Give every parameter its values by name; rows that pad the vocabulary are 0.
 
     The two switches plant an error: `swap_experts` exchanges the first two experts' second matrices in every MoE
