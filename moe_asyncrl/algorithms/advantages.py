@@ -43,19 +43,18 @@ def group_advantages(
     def total(values: Tensor) -> Tensor:
         return torch.zeros(slots, dtype=torch.float64, device=r.device).index_add_(0, member, values)
 
+    def extreme(which: str, neutral: float) -> Tensor:
+        start = torch.full((slots,), neutral, dtype=torch.float64, device=r.device)
+        return start.scatter_reduce(0, member, torch.where(scored, r, neutral), which)
+
     count = total(weight)
     mean = total(r) / count.clamp(min=1.0)
     centred = (r - mean[member]) * weight
     centred = torch.where(count[member] > 1, centred, 0.0)
     # Equal rewards must give exactly 0: rounding of the mean divided by a vanishing deviation would not.
-    spread = torch.zeros_like(count).index_reduce_(0, member, _only(r, scored, -torch.inf), "amax", include_self=False)
-    spread -= torch.zeros_like(count).index_reduce_(0, member, _only(r, scored, torch.inf), "amin", include_self=False)
+    spread = extreme("amax", -torch.inf) - extreme("amin", torch.inf)
     centred = torch.where(spread[member] > 0, centred, 0.0)
     if not normalize_std:
         return centred
     std = (total(centred**2) / count.clamp(min=1.0)).sqrt()
     return centred / (std[member] + eps)
-
-
-def _only(values: Tensor, keep: Tensor, other: float) -> Tensor:
-    return torch.where(keep, values, other)

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from moe_asyncrl.data.digest import binding_digest
-from moe_asyncrl.data.trajectory import SamplingMask
 from moe_asyncrl.data.validate import ContractViolation, known_rows
-from moe_asyncrl.data.wire import TrajectoryHeader
+from moe_asyncrl.data.wire import TrajectoryHeader, check_binding
 from moe_asyncrl.replay.rows import Coverage, ReplayMismatch, check_rows, coverage
 from moe_asyncrl.train.batch import MicroBatch, Sample, make_micro_batch
 from moe_asyncrl.train.passes import ModelOnRank
@@ -45,11 +43,7 @@ def sample_from(header: TrajectoryHeader, arrays: Arrays, *, weight: float, adva
         raise ContractViolation(f"trajectory {name}: tokens are missing or not {header.length}")
     experts = arrays.get("routing.experts") if replay else None
     if replay:
-        mask = None
-        if "sampling_mask.ids" in arrays:
-            mask = SamplingMask(arrays["sampling_mask.indptr"], arrays["sampling_mask.ids"])
-        if binding_digest(tokens, experts, mask) != header.digest:
-            raise ContractViolation(f"trajectory {name}: routing rows do not belong to these tokens (digest differs)")
+        check_binding(header, arrays)
     trained = arrays.get("loss_mask")
     return Sample(
         name=name,

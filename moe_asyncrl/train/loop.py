@@ -90,6 +90,8 @@ class TrainRun:
     measure: Measure | None = None
     cursor: Cursor = field(default_factory=Cursor)
     counters: Counters = field(default_factory=Counters)
+    saved: int | None = None
+    """Step of the newest complete checkpoint: never written again, as that would be without one for a moment."""
 
     @property
     def rank(self) -> int:
@@ -342,15 +344,23 @@ def rate(recipe: Recipe, step: int) -> float:
 
 def _stopped(run: TrainRun, step: int) -> Ended:
     """Leave a checkpoint of the steps done."""
-    run.save(step, run.cursor, run.counters)
+    save_once(run, step)
     return "stopped"
+
+
+def save_once(run: TrainRun, step: int) -> None:
+    """Write the checkpoint of `step` unless it is there."""
+    if run.saved == step:
+        return
+    with span(run.folder.events, f"trainer-{run.rank}", "checkpoint", step=step):
+        run.save(step, run.cursor, run.counters)
+    run.saved = step
 
 
 def _maybe_save(run: TrainRun, step: int) -> None:
     every = run.recipe.checkpoint.every
     if step == run.recipe.run.steps or (every > 0 and step % every == 0):
-        with span(run.folder.events, f"trainer-{run.rank}", "checkpoint", step=step):
-            run.save(step, run.cursor, run.counters)
+        save_once(run, step)
 
 
 def _probe_due(recipe: Recipe, step: int) -> bool:

@@ -132,7 +132,7 @@ def _go(
 ) -> None:
     from moe_asyncrl.train import checkpoint
     from moe_asyncrl.train.checkpoint_folder import CheckpointInfo, newest_complete
-    from moe_asyncrl.train.loop import TrainRun, reinforce, supervised_loop, warm_up
+    from moe_asyncrl.train.loop import TrainRun, reinforce, save_once, supervised_loop, warm_up
     from moe_asyncrl.weights.agree import agree
 
     first = state.model.rank == 0
@@ -176,6 +176,7 @@ def _go(
         save=save,
         cursor=cursor,
         counters=counters,
+        saved=None if found is None else start,
     )
     supervised = recipe.algorithm.objective == "sft"
     if supervised or (found is None and recipe.warmup.steps > 0):
@@ -194,7 +195,7 @@ def _go(
         work.publish = publish
         publish(start)
         if found is None and recipe.warmup.steps > 0 and recipe.checkpoint.every > 0:
-            save(start, cursor, counters)  # a resume must not warm up again
+            save_once(work, start)  # a resume must not warm up again
         reinforce(work, start=start)
     if first:
         client.set_phase("finishing")

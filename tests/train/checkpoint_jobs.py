@@ -20,10 +20,12 @@ from tests.train.step_jobs import OBJECTIVE, micro_batches, samples
 SETTINGS = Optimizer(lr=1e-2, weight_decay=0.1, clip_grad=0.5)
 
 
-def new_state(layout: Layout, *, changes: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+def new_state(
+    layout: Layout, *, changes: dict[str, Any], dtype: torch.dtype = torch.float32, settings: Optimizer = SETTINGS
+) -> Any:
     from moe_asyncrl.train.build import build_train_state
 
-    state = build_train_state(tiny_spec(**changes), layout, CPU, SETTINGS, rank=dist.get_rank(), dtype=dtype)
+    state = build_train_state(tiny_spec(**changes), layout, CPU, settings, rank=dist.get_rank(), dtype=dtype)
     fill(state.model.chunks, vocab_size=state.model.spec.vocab_size)
     state.optimizer.reload_model_params()
     return state

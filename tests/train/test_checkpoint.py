@@ -58,6 +58,8 @@ def test_bfloat16_resumes_from_its_float32_weights(pool: WorkerPool, tmp_path: P
     whole = pool.run(JOB, layout=EP2, steps=(0, 1), save=str(tmp_path), then=(2,), bf16=True)
     resumed = pool.run(JOB, layout=EP2, steps=(2,), resume=whole[0]["folder"], bf16=True)
     assert worst(resumed, whole) < TOLERANCE
+    exact = pool.run(JOB, layout=EP2, steps=(0,))
+    assert whole[0]["log"][0] == pytest.approx(exact[0]["log"][0], rel=0.05), "rounded, but the same step"
 
 
 def test_a_damaged_checkpoint_is_one_clear_line(pool: WorkerPool, tmp_path: Path) -> None:
