@@ -256,8 +256,10 @@ class EngineClient:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers=self._headers,
-                # The pool decides how much runs at once; a limit here would be a second, hidden queue.
-                connector=aiohttp.TCPConnector(limit=0),
+                # No limit: the pool decides how much runs at once, and one here would be a second, hidden queue.
+                # No reuse: the server closes idle connections, and a request that meets the closing looks like a
+                # dead engine.
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),
                 timeout=aiohttp.ClientTimeout(total=None),
                 read_bufsize=1 << 20,
             )

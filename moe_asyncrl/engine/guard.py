@@ -24,9 +24,9 @@ def _die_with_parent() -> None:
 def main(argv: list[str]) -> int:
     """Run the command until it or the parent ends; exit with the command's status (128 + n for signal n)."""
     parent = int(argv[0])
-    # The group's SIGTERM is for the engine; we leave when it has left.
-    signal.signal(signal.SIGTERM, lambda *_: None)
     child = subprocess.Popen(argv[1:], stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+    # To the engine's main process only: were its helpers told too, it would take their end for a crash.
+    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     while os.getppid() == parent:
         try:
             status = child.wait(timeout=PERIOD_S)

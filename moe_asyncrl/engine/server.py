@@ -158,8 +158,9 @@ class Server:
 
     def stop(self, grace_s: float = 5.0) -> None:
         """End the server and its whole process group: SIGTERM, then SIGKILL after `grace_s` seconds. Idempotent."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGTERM)
+        if self._process.poll() is None:
+            # The guard hands it to the server's main process.
+            self._process.terminate()
         try:
             self._process.wait(grace_s)
         except subprocess.TimeoutExpired:

@@ -241,6 +241,26 @@ def test_retries_end() -> None:
     asyncio.run(go())
 
 
+def test_a_connection_that_the_engine_closes_when_idle_does_not_look_like_a_dead_engine() -> None:
+    async def go() -> None:
+        async def serve_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            body = b'{"model_path": "m", "weight_version": "4"}'
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: keep-alive\r\n\r\n" % len(body) + body)
+            await writer.drain()
+            # The moment of closing: the next request on this connection gets no answer.
+            await reader.read(1)
+            writer.close()
+
+        server = await asyncio.start_server(serve_once, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, EngineClient(f"http://127.0.0.1:{port}") as client:
+            for _ in range(3):
+                assert await client.serving_version(deadline_s=5) == 4
+
+    asyncio.run(go())
+
+
 def test_control_calls_name_the_engine_and_the_wait() -> None:
     async def refuse(request: web.Request) -> web.StreamResponse:
         return web.json_response({"success": False, "message": "no session is open"}, status=400)

@@ -142,13 +142,19 @@ HOUSE = pytest.StashKey[EngineHouse]()
 DEFAULT = Key("qwen3_moe", 1, 1, 0)
 
 
+def _house(config: pytest.Config) -> EngineHouse:
+    house = config.stash.get(HOUSE, None)
+    if house is None:
+        factory: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
+        config.stash[HOUSE] = house = EngineHouse(factory.mktemp("engines"))
+    return house
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the default server while the first tests run, if any test of this session will use it."""
-    if session.config.option.collectonly or not any("engine" in getattr(i, "fixturenames", ()) for i in session.items):
-        return
-    factory: pytest.TempPathFactory = session.config._tmp_path_factory  # type: ignore[attr-defined]
-    session.config.stash[HOUSE] = house = EngineHouse(factory.mktemp("engines"))
-    house.begin(DEFAULT)
+    """Start the default server while the first tests run, if any test of this session will use one."""
+    used = any("engine" in getattr(item, "fixturenames", ()) for item in session.items)
+    if used and not session.config.option.collectonly:
+        _house(session.config).begin(DEFAULT)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -161,7 +167,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def engines(request: pytest.FixtureRequest) -> EngineHouse:
     """The house of servers and test models."""
-    return request.config.stash[HOUSE]
+    return _house(request.config)
 
 
 @pytest.fixture(scope="session")
