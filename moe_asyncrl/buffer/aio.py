@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal
 
-import msgspec
 import zmq
 import zmq.asyncio
 
-from moe_asyncrl.buffer.codec import decode_reply, encode, expect
-from moe_asyncrl.buffer.endpoint import Find, connect, finder
+from moe_asyncrl.buffer.codec import NOT_A_MESSAGE, decode_reply, encode, expect
+from moe_asyncrl.buffer.endpoint import LOOK_S, Endpoint, Find, connect, finder
 from moe_asyncrl.buffer.patience import Patience
 from moe_asyncrl.buffer.requests import Requests
 from moe_asyncrl.buffer.security import KeyPair, client_keys
@@ -58,8 +57,8 @@ class AsyncBufferClient:
         self._socket: zmq.asyncio.Socket | None = None
         self._reader: asyncio.Task[None] | None = None
         self._address = "nowhere"
+        self._endpoint: Endpoint | None = None
         self._connection = 0
-        self._last_reply = 0.0
         self._waiting: dict[int, asyncio.Future[AnyReply]] = {}
         self._holding: dict[Ticket, None] = {}
         self._asking = asyncio.Lock()
@@ -161,24 +160,35 @@ class AsyncBufferClient:
             while True:
                 if self._socket is None:
                     self._open()
-                sent, connection = time.monotonic(), self._connection
+                connection = self._connection
                 if self._socket is not None:
                     await self._socket.send_multipart(parts, copy=False)
                 wait = patience.next_wait()
                 if wait is None:
                     raise patience.exceeded(request, self._address)
-                done, _ = await asyncio.wait([future], timeout=wait if self._socket is not None else min(wait, 0.2))
-                if done:
+                if await self._answered(future, wait):
                     return future.result()
-                if self._connection == connection and self._last_reply < sent:
+                if self._connection == connection:
                     self._drop()
         finally:
             self._waiting.pop(request.request, None)
+
+    async def _answered(self, future: asyncio.Future[AnyReply], wait_s: float) -> bool:
+        """Wait for the answer, less long if the buffer is found to listen elsewhere."""
+        end = time.monotonic() + wait_s
+        while (left := end - time.monotonic()) > 0:
+            done, _ = await asyncio.wait([future], timeout=min(left, LOOK_S))
+            if done:
+                return True
+            if self._find() not in (None, self._endpoint):
+                return False
+        return False
 
     def _open(self) -> None:
         endpoint = self._find()
         if endpoint is None:
             return
+        self._endpoint = endpoint
         self._address = endpoint.address
         self._connection += 1
         self._socket = connect(self._context.socket(zmq.DEALER), endpoint, self._keys)
@@ -198,10 +208,9 @@ class AsyncBufferClient:
             first, *_ = await socket.recv_multipart()
             try:
                 reply = decode_reply(first)
-            except (ValueError, msgspec.MsgspecError) as error:
+            except NOT_A_MESSAGE as error:
                 log.warning("an answer that makes no sense: %s", error)
                 continue
-            self._last_reply = time.monotonic()
             future = self._waiting.get(reply.request)
             if future is not None and not future.done():
                 future.set_result(reply)

@@ -12,7 +12,7 @@ import numpy as np
 import zmq
 
 from moe_asyncrl.buffer.codec import decode_reply, encode, expect
-from moe_asyncrl.buffer.endpoint import Find, connect, finder, wait_for_endpoint
+from moe_asyncrl.buffer.endpoint import LOOK_S, Endpoint, Find, connect, finder, wait_for_endpoint
 from moe_asyncrl.buffer.patience import Patience
 from moe_asyncrl.buffer.requests import Requests
 from moe_asyncrl.buffer.security import KeyPair, client_keys
@@ -65,6 +65,7 @@ class BufferClient:
         self._resend_s = resend_s
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
+        self._endpoint: Endpoint | None = None
         self._address = "nowhere"
 
     @classmethod
@@ -192,20 +193,26 @@ class BufferClient:
             self._drop()
 
     def _receive(self, number: int, wait_s: float) -> tuple[AnyReply, list[Frame]] | None:
+        """The answer, or None after `wait_s` seconds or as soon as the buffer is found to listen elsewhere."""
         end = time.monotonic() + wait_s
         while (left := end - time.monotonic()) > 0:
+            look = min(left, LOOK_S)
             if self._socket is None:
-                time.sleep(min(left, 0.1))
-            elif self._socket.poll(max(1, int(left * 1000))):
+                time.sleep(look)
+            elif self._socket.poll(max(1, int(look * 1000))):
                 first, *rest = self._socket.recv_multipart(copy=False)
                 reply = decode_reply(first.buffer)
                 if reply.request == number:
                     return reply, [f.buffer for f in rest]
+                continue
+            if self._find() not in (None, self._endpoint):
+                return None
         return None
 
     def _open(self) -> None:
         endpoint = self._find()
         if endpoint is not None:
+            self._endpoint = endpoint
             self._address = endpoint.address
             self._socket = connect(self._context.socket(zmq.DEALER), endpoint, self._keys)
 

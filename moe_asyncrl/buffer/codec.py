@@ -16,6 +16,9 @@ _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
 _replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 
+NOT_A_MESSAGE = (ValueError, msgspec.MsgspecError, RecursionError)
+"""What decoding raises for bytes that are none of ours; the last one for thousands of nested brackets."""
+
 
 class RequestRefused(UserError):
     """The buffer did not do what was asked. `code` is one of `Refused.code` (a stale epoch raises `StaleEpoch`)."""
@@ -31,12 +34,12 @@ def encode(message: Message) -> bytes:
 
 
 def decode_request(part: Frame) -> AnyRequest:
-    """Raises `msgspec.MsgspecError` for anything but a request."""
+    """Raises one of `NOT_A_MESSAGE` for anything but a request."""
     return _requests.decode(part)
 
 
 def decode_reply(part: Frame) -> AnyReply:
-    """Raises `msgspec.MsgspecError` for anything but a reply."""
+    """Raises one of `NOT_A_MESSAGE` for anything but a reply."""
     return _replies.decode(part)
 
 
@@ -44,7 +47,7 @@ def request_number(part: Frame) -> int:
     """The number inside a request that could not be decoded, so that its sender learns of it; 0 if there is none."""
     try:
         loose = msgspec.msgpack.decode(part)
-    except (ValueError, msgspec.MsgspecError):
+    except NOT_A_MESSAGE:
         return 0
     number = loose.get("request", 0) if isinstance(loose, dict) else 0
     return number if isinstance(number, int) else 0

@@ -29,6 +29,9 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 Find = Callable[[], Endpoint | None]
 """Looks for the buffer now; None if it is not there. Asked again after a silence, as a new buffer has a new address."""
 
+LOOK_S = 0.5
+"""How often one who waits for an answer looks whether the buffer has moved, in seconds."""
+
 
 def endpoint_file(folder: RunFolder) -> Path:
     """Where the buffer says where it listens."""

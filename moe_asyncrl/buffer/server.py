@@ -7,12 +7,11 @@ import logging
 import time
 from collections.abc import Sequence
 
-import msgspec
 import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from moe_asyncrl.buffer.codec import decode_request, encode, request_number
+from moe_asyncrl.buffer.codec import NOT_A_MESSAGE, decode_request, encode, request_number
 from moe_asyncrl.buffer.endpoint import Endpoint
 from moe_asyncrl.buffer.security import DOMAIN, KeyPair, KnownClients, guard_server
 from moe_asyncrl.buffer.service import BufferService
@@ -108,7 +107,7 @@ class BufferServer:
             return Refused(request=0, code="bad_request", reason="an empty message"), ()
         try:
             request = decode_request(parts[0])
-        except (ValueError, msgspec.MsgspecError) as error:
+        except NOT_A_MESSAGE as error:
             log.warning("a message that is no request: %s", error)
             number = request_number(parts[0])
             return Refused(request=number, code="bad_request", reason=f"not a request: {error}"[:500]), ()
