@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch.distributed.distributed_c10d import HashStore
+import torch.distributed as dist
 
 from moe_asyncrl.cluster.run_setup import open_run
 from moe_asyncrl.config.capability import Capabilities
@@ -37,7 +37,7 @@ def export_run(run: str, out: str, *, step: int | None = None) -> Path:
     spec = ModelSpec.from_hf(recipe.model.path)
     capabilities = Capabilities()
     layout = Layout()
-    runtime = ParallelRuntime(capabilities, rank=0, world_size=1, store=HashStore())
+    runtime = ParallelRuntime(capabilities, rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
     try:
         runtime.setup(layout)
         dtype: torch.dtype = getattr(torch, recipe.model.dtype)
