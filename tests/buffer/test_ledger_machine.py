@@ -48,7 +48,9 @@ class Life(RuleBasedStateMachine):
     @rule(data=st.data(), twice=st.booleans())
     def put(self, data: st.DataObject, twice: bool) -> None:
         who, slot, began = self._pick(data)
-        oldest = data.draw(st.integers(max(0, began - 1), self.version))
+        self._finish(who, slot, data.draw(st.integers(max(0, began - 1), self.version)), twice)
+
+    def _finish(self, who: str, slot: Slot, oldest: int, twice: bool) -> None:
         stale = self.book.next_weights - oldest > self.limits.max_staleness
         result = self.book.put(*slot, 2, oldest)
         assert (result.held, result.fresh) == (not stale, not stale)
@@ -78,8 +80,10 @@ class Life(RuleBasedStateMachine):
             assert not self.book.put(*slot, 2, self.gone[slot]).fresh
         assert before == (self.book.held, self.book.taken, self.book.issued, self.book.waiting)
 
-    @rule(who=st.sampled_from(SENDERS))
-    def a_sampler_falls_silent(self, who: str) -> None:
+    @rule(who=st.sampled_from(SENDERS), really=st.integers(0, 3))
+    def a_sampler_falls_silent(self, who: str, really: int) -> None:
+        if really:
+            return
         self.now += SILENT_S + 1
         for other in SENDERS:
             if other != who:
@@ -91,7 +95,23 @@ class Life(RuleBasedStateMachine):
             self.gone[slot] = 0
         self.has[who] = {}
 
+    @rule(who=st.sampled_from(SENDERS), age=st.integers(0, 4))
+    def work(self, who: str, age: int) -> None:
+        """The usual case: every credit that can be had becomes a group."""
+        self.ask(who, 9, lost=False)
+        for slot in list(self.has[who]):
+            self._finish(who, slot, max(0, self.version - age), twice=False)
+
     # --- trainer
+
+    @rule(commit=st.booleans())
+    def step(self, commit: bool) -> None:
+        """The usual case: take, train, publish."""
+        self.take()
+        if self.taken:
+            self.consume(save=commit, twice=False)
+        if commit:
+            self.commit()
 
     @rule()
     def take(self) -> None:
@@ -127,9 +147,11 @@ class Life(RuleBasedStateMachine):
     def commit(self) -> None:
         self.version = self.book.steps_done
 
-    @rule()
-    def break_off_and_resume(self) -> None:
+    @rule(really=st.integers(0, 7))
+    def break_off_and_resume(self, really: int) -> None:
         """Back to the last checkpoint: what was trained since is undone with the weights."""
+        if really:
+            return
         step, cursor, counters, trained = self.saved
         self.book.begin(step, cursor, counters)
         self.trained = self.trained[:trained]

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from moe_asyncrl.buffer.client import BufferClient
 from moe_asyncrl.buffer.codec import RequestRefused, decode_reply, encode
 from moe_asyncrl.buffer.endpoint import Endpoint, connect, fixed
 from moe_asyncrl.buffer.security import client_keys, ensure_keys, new_pair
+from moe_asyncrl.buffer.server import BufferServer
 from moe_asyncrl.buffer.service import BufferService
 from moe_asyncrl.data import messages as m
 from moe_asyncrl.data.errors import DeadlineExceeded, StaleEpoch, UserError
@@ -135,9 +136,7 @@ def test_work_for_a_lease_that_is_over_is_stale_for_the_sampler(server: Running)
 def test_a_wait_for_a_batch_says_what_is_missing(server: Running) -> None:
     with trainer(server) as t:
         own_run(t)
-        with pytest.raises(
-            DeadlineExceeded, match=r"trainer-0 waited 0\.2 s for 2 groups for step 1: 0 are held, 0 are"
-        ):
+        with pytest.raises(DeadlineExceeded, match=r"trainer-0 waited 0\.2 s for 2 groups for step 1: 0 are held"):
             t.take(1, 0, 2, deadline_s=0.2)
         t.set_phase("failed", "the last engine died")
         with pytest.raises(UserError, match="the last engine died"):
@@ -148,15 +147,13 @@ def test_a_buffer_that_does_not_answer_is_named() -> None:
     dead = fixed(Endpoint(address="tcp://127.0.0.1:9", public_key=None))
     with (
         BufferClient(dead, None, sender="trainer-1", deadline_s=0.3, resend_s=0.1) as t,
-        pytest.raises(
-            DeadlineExceeded, match=r"trainer-1 waited 0\.3 s for the buffer at tcp://127\.0\.0\.1:9 .*GetState"
-        ),
+        pytest.raises(DeadlineExceeded, match=r"trainer-1 waited 0\.3 s for the buffer at tcp://127\.0\.0\.1:9 .*Get"),
     ):
         t.state()
 
     async def ask() -> None:
         async with AsyncBufferClient(dead, None, sender="rollout-0", deadline_s=0.3, resend_s=0.1) as s:
-            with pytest.raises(DeadlineExceeded, match="rollout-0 waited .* AskTickets"):
+            with pytest.raises(DeadlineExceeded, match=r"rollout-0 waited .* AskTickets"):
                 await s.ask_tickets(1)
 
     asyncio.run(ask())
@@ -199,22 +196,7 @@ class Forgetful(BufferService):
 
 def test_every_request_may_be_sent_again_without_harm() -> None:
     to = Forgetful(service().limits)
-    kinds = frozenset(
-        [
-            "AcquireLease",
-            "Begin",
-            "Commit",
-            "SetPhase",
-            "Join",
-            "Leave",
-            "AskTickets",
-            "PutGroup",
-            "ReturnTicket",
-            "Take",
-            "Fetch",
-            "Consumed",
-        ]
-    )
+    kinds = frozenset(k.__name__ for k in get_args(m.AnyRequest)) - {"GetState"}
     to.lose = kinds
     with running(to) as server:
 
@@ -287,7 +269,7 @@ BAD: dict[str, list[bytes]] = {
     "missing field": [msgspec.msgpack.encode({"type": "Take", "request": 5, "sender": "x", "epoch": 0})],
     "text that is none": [msgspec.msgpack.encode({"type": "GetState", "epoch": 0, "request": 5}) + b"\xa1\xff"],
     "frames that do not belong": [encode(GET), b"frame"],
-    "a million frames": [encode(GET), *[b""] * 100_000],
+    "thousands of frames": [encode(GET), *[b""] * 5_000],
     "deeply nested": [b"\x91" * 100_000],
 }
 
@@ -372,8 +354,8 @@ def test_a_buffer_that_poses_as_ours_gets_no_message(server: Running) -> None:
 
 
 def test_a_buffer_on_tcp_without_keys_does_not_start() -> None:
-    with pytest.raises(ValueError, match="needs keys"), running(keys=None):
-        pass
+    with pytest.raises(ValueError, match="needs keys"):
+        BufferServer(service(), address="tcp://127.0.0.1:*")
 
 
 def test_keys_are_made_once_and_are_for_their_owner_only(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_a_lost_engine_is_quarantined_until_its_next_life() -> None:
 
 def test_a_life_that_is_over_can_neither_join_nor_take_its_successor_along() -> None:
     s = started(engine(0, 2))
-    with pytest.raises(Rejected, match="incarnation 1"):
+    with pytest.raises(Rejected, match="incarnation 2, not 1"):
         join(s, engine(0, 1), 1.0)
     assert states(leave(s, life(0, 1))) == {"engine-0": ("joining", -1)}
     assert states(leave(s, life(0, 2))) == {}

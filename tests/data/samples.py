@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -144,5 +145,5 @@ def _runs(draw: st.DrawFn, rows: int) -> tuple[RoutingRun, ...]:
     sources = st.sampled_from(["sampled", "prefilled", "cached", "missing"])
     return tuple(
         RoutingRun(start=a, end=b, version=draw(st.integers(-1, 9)), source=draw(sources))
-        for a, b in zip(edges[:-1], edges[1:], strict=True)
+        for a, b in itertools.pairwise(edges)
     )
