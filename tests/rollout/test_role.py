@@ -43,6 +43,12 @@ async def ends(role: asyncio.Task[int], deadline_s: float = 60.0) -> int:
     return await asyncio.wait_for(role, deadline_s)
 
 
+async def evaluated(run: HandRun, version: int) -> None:
+    async with asyncio.timeout(60):
+        while version not in [e["version"] for e in lines(run, "eval")]:
+            await asyncio.sleep(0.1)
+
+
 def lines(run: HandRun, kind: str) -> list[dict[str, Any]]:
     return [line for line in read_jsonl(run.folder.metrics_path) if line["kind"] == kind]
 
@@ -65,7 +71,8 @@ def test_a_run_from_first_evaluation_to_last(
                 await serve_version(fresh, version)
                 run.commit(version)
                 batches.append(await run.wait_take(version + 1, version))
-                await asyncio.sleep(1.5)  # a look at the state: an evaluation may be due
+                if version in (0, 2):
+                    await evaluated(run, version)
             await serve_version(fresh, 3)
             run.commit(3)
             run.phase("finishing")
@@ -106,6 +113,45 @@ def test_a_run_from_first_evaluation_to_last(
             assert t.routing_runs[-1].source == ("sampled" if len(t.tokens) - 1 > p else "prefilled")
     assert worst < TOLERANCE
     assert planted > 100 * TOLERANCE  # log-probabilities shifted by one token would be seen
+
+
+def test_weights_that_change_while_a_sample_grows_label_each_token(
+    fresh: TestEngine, recipe: Callable[..., Recipe], tmp_path: pathlib.Path
+) -> None:
+    """Fault 38: the version that is read after the reply would label every token of such a sample with the new one."""
+    r = recipe(rollout={"max_new_tokens": 60, "ignore_eos": True, "concurrent_groups": 4}, buffer={"max_staleness": 8})
+
+    async def go() -> list[Any]:
+        async with hand_run(tmp_path, r) as run:
+            role = asyncio.create_task(_run(run.folder, r, 0))
+            run.begin()
+            run.join(fresh)
+            found: list[Any] = []
+            for version in range(40):
+                await serve_version(fresh, version)
+                run.commit(version)
+                groups = await run.wait_take(version, version - 1) if version else []
+                found += [t for g in groups for t in g if len(set(t.weight_version[t.loss_mask].tolist())) > 1]
+                if len(found) >= 2:
+                    break
+                await run.until("a list under way", issued=4)
+                await asyncio.sleep(0.2)
+            run.phase("finishing")
+            assert await ends(role) == 0
+            return found
+
+    found = asyncio.run(go())
+    assert len(found) >= 2
+    for t in found:
+        p = int((~t.loss_mask).sum())
+        sampled = t.weight_version[p:]
+        assert (np.diff(sampled) >= 0).all() and len(sampled) == 60
+        for rows in t.routing_runs:
+            if rows.start >= p - 1:
+                assert (t.weight_version[rows.start + 1 : rows.end + 1] == rows.version).all()
+        # The label alone changed, not the weights: every log-probability must still be the model's.
+        want = fresh.reference.logprobs(t.tokens[:p], t.tokens[p:])
+        assert np.abs(want - t.logprobs[p:]).max() < TOLERANCE
 
 
 def test_sigterm_gives_every_ticket_back(
