@@ -229,6 +229,14 @@ def test_what_the_next_batch_could_not_train_goes_stale_when_this_one_is_taken()
     assert book.counters.stale == 2
 
 
+def test_the_bound_is_checked_against_the_weights_that_the_batch_starts_from() -> None:
+    book = ledger(groups=1, staleness=1)
+    ((index, attempt),) = grant(book, 1)
+    assert book.put(index, attempt, 4, 0).held
+    assert book.take(1, 2, 1) is None
+    assert (book.held, book.counters.stale) == ({}, 4)
+
+
 def test_fault_37_a_prompt_that_always_goes_stale_ends_and_the_others_train() -> None:
     """It is sampled anew `max_attempts` times and then dropped; it does not stand in the way while it is tried."""
     book = ledger(groups=1, staleness=0, attempts=2)

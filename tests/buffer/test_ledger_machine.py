@@ -154,6 +154,7 @@ class Life(RuleBasedStateMachine):
             return
         step, cursor, counters, trained = self.saved
         self.book.begin(step, cursor, counters)
+        assert self.book.cursor() == cursor
         self.trained = self.trained[:trained]
         self.taken = []
         self.version = step
