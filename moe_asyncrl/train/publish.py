@@ -27,6 +27,7 @@ from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.telemetry.jsonl import JsonlWriter
 from moe_asyncrl.train.membership import Membership, RunControl
+from moe_asyncrl.weights.agree import agree
 from moe_asyncrl.weights.backend import choose_transport, own_nccl_version
 from moe_asyncrl.weights.buckets import plan_buckets, total_bytes
 from moe_asyncrl.weights.failure import EnginesFailed
@@ -210,7 +211,9 @@ class Publisher:
             raise UserError("no engine is left: " + str(EnginesFailed(progress.lost)))
         engines = tuple(m.name for m in progress.members)
         self._note("pause", paused, now, version=progress.version)
-        self._note("update", progress.began, now, version=progress.version, engines=engines, lost=progress.lost)
+        self._note(
+            "update", progress.began, now, version=progress.version, engines=engines, lost=progress.lost, committed=True
+        )
         return PublishReport(
             version=progress.version,
             seconds=now - progress.began,
@@ -242,7 +245,8 @@ class Publisher:
         What went wrong with engines is kept by the sender and does not count here: the first rank deals with it.
         """
         try:
-            parameters = global_parameters(self._chunks, self._spec, self._layout, self._rank)
+            with agree("preparing the weights", group=self._group):
+                parameters = global_parameters(self._chunks, self._spec, self._layout, self._rank)
             with closing(
                 iter_hf_tensors(
                     parameters,

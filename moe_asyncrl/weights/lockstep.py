@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TypeVar
 
 import msgspec
@@ -12,6 +13,7 @@ from moe_asyncrl.weights.agree import collective_device
 
 T = TypeVar("T")
 REPORT_BYTES = 1024
+_ANOTHER = re.compile(r"rank \d+ stopped while the weights were being gathered|failed on rank \d+; see that rank's log")
 
 
 class Lockstep:
@@ -62,4 +64,4 @@ def _text(row: torch.Tensor) -> str:
 
 
 def _blames_another(problem: str) -> bool:
-    return " stopped while the weights were being gathered" in problem
+    return _ANOTHER.search(problem) is not None
