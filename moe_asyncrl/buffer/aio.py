@@ -112,8 +112,11 @@ class AsyncBufferClient:
             self._holding.update(dict.fromkeys(reply.tickets))
             return reply
 
-    async def put_group(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> PutResult:
-        """Hand over a finished group. The caller forgets it either way; the reason says why it was not held."""
+    async def put_group(self, ticket: Ticket, trajectories: Sequence[Trajectory], failed: int = 0) -> PutResult:
+        """Hand over a finished group; `failed` more samples of it could not be used.
+
+        The caller forgets it either way; the reason says why it was not held.
+        """
         headers: list[TrajectoryHeader] = []
         frames: list[Frame] = []
         for t in trajectories:
@@ -121,7 +124,7 @@ class AsyncBufferClient:
             headers.append(header)
             frames.extend(own)
         try:
-            return expect(await self._ask(self._requests.put_group(ticket, headers), frames), PutResult)
+            return expect(await self._ask(self._requests.put_group(ticket, headers, failed), frames), PutResult)
         finally:
             self._holding.pop(ticket, None)
 

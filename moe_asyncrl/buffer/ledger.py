@@ -185,11 +185,16 @@ class Ledger:
             del self._seen[sender]
         return slots
 
-    def put(self, index: int, attempt: int, trajectories: int, oldest: int) -> Put:
-        """A finished group of `trajectories`, whose oldest sampled token has version `oldest`."""
+    def put(self, index: int, attempt: int, trajectories: int, oldest: int, failed: int = 0) -> Put:
+        """A finished group of `trajectories`, whose oldest sampled token has version `oldest`.
+
+        `failed`: further samples of it, of no use.
+        """
         entry = self.issued.get(index)
         if entry is None or entry.attempt != attempt:
-            return self._late(index, attempt, trajectories)
+            return self._late(index, attempt, trajectories + failed)
+        self._count("sampled", failed)
+        self._count("failed", failed)
         staleness = self.next_weights - oldest
         if staleness > self.limits.max_staleness:
             self.give_back(index, attempt, "stale", trajectories)

@@ -97,10 +97,15 @@ class Requests:
         """See `AskTickets`."""
         return m.AskTickets(epoch=0, sender=self.sender, request=self._next(), wanted=wanted, holding=tuple(holding))
 
-    def put_group(self, ticket: m.Ticket, headers: Sequence[TrajectoryHeader]) -> m.PutGroup:
+    def put_group(self, ticket: m.Ticket, headers: Sequence[TrajectoryHeader], failed: int = 0) -> m.PutGroup:
         """See `PutGroup`. Sent under the lease that the credit was issued under."""
         return m.PutGroup(
-            epoch=ticket.epoch, sender=self.sender, request=self._next(), ticket=ticket, headers=tuple(headers)
+            epoch=ticket.epoch,
+            sender=self.sender,
+            request=self._next(),
+            ticket=ticket,
+            headers=tuple(headers),
+            failed=failed,
         )
 
     def return_ticket(

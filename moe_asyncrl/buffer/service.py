@@ -239,11 +239,13 @@ class BufferService:
     def _put(self, r: PutGroup, frames: Sequence[Frame]) -> PutResult:
         index, attempt = self._slot(r.ticket)
         by_field = check_group(r, frames)
+        if r.failed < 0:
+            raise Rejected("bad_request", f"{r.failed} failed samples")
         sampled = [h.oldest_version for h in r.headers if h.sampled > 0]
         if not sampled:
-            self.ledger.give_back(index, attempt, "failed", len(r.headers))
+            self.ledger.give_back(index, attempt, "failed", len(r.headers) + r.failed)
             return PutResult(request=r.request, held=False, reason="no sampled token in the whole group")
-        result = self.ledger.put(index, attempt, len(r.headers), min(sampled))
+        result = self.ledger.put(index, attempt, len(r.headers), min(sampled), failed=r.failed)
         if result.fresh:
             self._groups[index] = Held(r.ticket, r.headers, by_field)
         return PutResult(request=r.request, held=result.held, reason=result.reason)

@@ -35,7 +35,8 @@ class Progress:
             self._probe = m
         elif kind == "eval":
             self._accuracy = float(m["accuracy"])
-            return f"eval    version {m['version']:>4}  accuracy {m['accuracy']:.3f} on {m['n']} prompts"
+            failed = f", {m['failed']} could not be scored" if m.get("failed") else ""
+            return f"eval    version {m['version']:>4}  accuracy {m['accuracy']:.3f} on {m['n']} prompts{failed}"
         elif kind == "warmup" and (m["step"] % WARMUP_LINES == 0 or m["step"] in (1, m["of"])):
             return f"warm-up step {m['step']:>4}/{m['of']}  loss {m['loss']:.4f}"
         elif kind == "step":

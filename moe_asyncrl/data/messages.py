@@ -206,6 +206,8 @@ class PutGroup(Request, frozen=True, kw_only=True):
 
     ticket: Ticket
     headers: tuple[TrajectoryHeader, ...]
+    failed: int
+    """Samples of the group that are not among them: cut off, or without a score. For the account."""
 
 
 class PutResult(Reply, frozen=True, kw_only=True):

@@ -187,7 +187,7 @@ class Worker:
         for trajectory in outcome.trajectories:
             validate(trajectory, num_experts=self._num_experts)
         try:
-            result = await self._buffer.put_group(work.ticket, outcome.trajectories)
+            result = await self._buffer.put_group(work.ticket, outcome.trajectories, outcome.failed)
         except StaleEpoch as error:
             log.info("group %d is dropped: %s", work.ticket.index, error)
         else:

@@ -208,6 +208,15 @@ def test_the_oldest_tokens_are_trained_first() -> None:
 # ---- staleness
 
 
+def test_samples_of_no_use_are_counted_as_failed_beside_the_group_that_is_trained() -> None:
+    book = ledger(groups=1, staleness=0, capacity=1)
+    ((index, attempt),) = grant(book)
+    assert book.put(index, attempt, 3, 0, failed=1).held and not book.put(index, attempt, 3, 0, failed=1).fresh
+    assert (book.counters.sampled, book.counters.failed) == (4, 1)
+    book.take(1, 0, 1)
+    assert book.consume(1)[1] == Counters(sampled=4, trained=3, failed=1)
+
+
 def test_what_is_too_old_on_arrival_is_not_held() -> None:
     book = ledger(groups=1, staleness=1)
     book.begin(5, Cursor(), Counters())

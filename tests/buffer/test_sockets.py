@@ -309,7 +309,7 @@ def test_a_header_that_promises_the_moon_is_refused(server: Running) -> None:
         first = headers[0]
         huge = msgspec.structs.replace(first.frames[0], shape=(2**62, 2**62))
         lying = msgspec.structs.replace(first, frames=(huge, *first.frames[1:]))
-        request = m.PutGroup(epoch=1, sender="x", request=77, ticket=ticket, headers=(lying, *headers[1:]))
+        request = m.PutGroup(epoch=1, sender="x", request=77, ticket=ticket, headers=(lying, *headers[1:]), failed=0)
         reply, _ = t._exchange(request, frames)
         assert isinstance(reply, m.Refused)
         assert "its header says" in reply.reason

@@ -34,7 +34,7 @@ REQUESTS: list[m.AnyRequest] = [
     m.Join(**R, member=MEMBER),
     m.Leave(**R, name="engine-0", incarnation=2, reason="died"),
     m.AskTickets(**R, wanted=4, holding=(TICKET,)),
-    m.PutGroup(**R, ticket=TICKET, headers=(HEADER,)),
+    m.PutGroup(**R, ticket=TICKET, headers=(HEADER,), failed=1),
     m.ReturnTicket(**R, ticket=TICKET, fate="filtered", reason="uniform", trajectories=2),
     m.Take(**R, step=5, version=4, groups=2),
     m.Fetch(**R, step=5, trajectories=("a",), fields=("tokens",)),
