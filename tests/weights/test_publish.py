@@ -115,7 +115,8 @@ def test_every_update_equals_transformers_on_the_exported_weights(
         for one in engines_two:
             assert deviation(one, reference, version) <= TOLERANCE
             assert deviation(one, old, version) >= PLANTED
-    for number, plant in enumerate(({"job": "swap_experts"}, {"job": "age_expert", "step": 5})):
+    plants: list[dict[str, Any]] = [{"job": "swap_experts"}, {"job": "age_expert", "step": 5}]
+    for number, plant in enumerate(plants):
         trainer(**plant)
         trainer("publish", version=6 + number)
         assert min(deviation(one, reference, 6 + number) for one in engines_two) >= PLANTED, plant
