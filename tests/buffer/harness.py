@@ -47,7 +47,7 @@ class Ask:
 
     def put(self, ticket: m.Ticket, trajectories: Sequence[Trajectory] | None = None, **kwargs: Any) -> Any:
         headers, frames = packed(trajectories or group(ticket.index, ticket.attempt, **kwargs))
-        return self(m.PutGroup, frames, ticket=ticket, headers=headers, epoch=ticket.epoch)
+        return self(m.PutGroup, frames, ticket=ticket, headers=headers, failed=0, epoch=ticket.epoch)
 
 
 def packed(trajectories: Sequence[Trajectory]) -> tuple[tuple[Any, ...], list[Frame]]:

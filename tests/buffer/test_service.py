@@ -37,7 +37,7 @@ REQUESTS: dict[type[m.Request], dict[str, Any]] = {
     m.Join: {"member": member()},
     m.Leave: {"name": "engine-0", "incarnation": 1, "reason": ""},
     m.AskTickets: {"wanted": 1, "holding": ()},
-    m.PutGroup: {"ticket": m.Ticket(index=0, attempt=0, epoch=1), "headers": ()},
+    m.PutGroup: {"ticket": m.Ticket(index=0, attempt=0, epoch=1), "headers": (), "failed": 0},
     m.ReturnTicket: {
         "ticket": m.Ticket(index=0, attempt=0, epoch=1), "fate": "failed", "reason": "", "trajectories": 1,
     },
@@ -93,7 +93,7 @@ def test_work_for_an_older_lease_is_not_held_under_a_newer_one() -> None:
     ask = Ask(to, "rollout-0")
     assert ask.put(old).code == "stale_epoch"
     headers, frames = packed(group(old.index))
-    assert ask(m.PutGroup, frames, ticket=old, headers=headers, epoch=new.epoch).code == "stale_epoch"
+    assert ask(m.PutGroup, frames, ticket=old, headers=headers, failed=0, epoch=new.epoch).code == "stale_epoch"
     assert ask.put(new).held
 
 
@@ -253,7 +253,7 @@ def test_a_broken_group_is_refused_and_its_credit_can_still_be_used(how: Break) 
     (ticket,) = tickets(to, 1)
     headers, frames = how(*packed(group(ticket.index)))
     ask = Ask(to, "rollout-0")
-    reply = ask(m.PutGroup, frames, ticket=ticket, headers=headers, epoch=ticket.epoch)
+    reply = ask(m.PutGroup, frames, ticket=ticket, headers=headers, failed=0, epoch=ticket.epoch)
     assert (reply.code, BREAKS[how] in reply.reason) == ("bad_request", True), reply
     assert to.bytes_held == 0
     assert ask.put(ticket).held
@@ -274,7 +274,7 @@ def test_a_group_without_a_sampled_token_counts_as_failed() -> None:
     (ticket,) = tickets(to, 1)
     headers, frames = packed(group(ticket.index))
     empty = tuple(msgspec.structs.replace(h, sampled=0, oldest_version=-1) for h in headers)
-    reply = Ask(to, "rollout-0")(m.PutGroup, frames, ticket=ticket, headers=empty, epoch=ticket.epoch)
+    reply = Ask(to, "rollout-0")(m.PutGroup, frames, ticket=ticket, headers=empty, failed=0, epoch=ticket.epoch)
     assert not reply.held
     assert to.ledger.counters.failed == 2
 
