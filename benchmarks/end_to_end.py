@@ -9,6 +9,7 @@ of 64 tokens, at most 512; the sampler does not stop earlier. Both use the demo'
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
 import tempfile
@@ -94,7 +95,7 @@ def measure(task: str, steps: int, folder: Path, seed: int) -> dict[str, Any]:
     return {
         "sampled_tokens_per_s": sum(e["tokens"] for e in inside) / (last - first),
         "trained_tokens_per_s": sum(m["tokens"] for m in lines) / (last - first),
-        "seconds_per_step": statistics.median(b["time"] - a["time"] for a, b in zip(lines, lines[1:], strict=False)),
+        "seconds_per_step": statistics.median(b["time"] - a["time"] for a, b in itertools.pairwise(lines)),
         "seconds_in_step": statistics.median(m["step_seconds"] for m in lines),
         "overlap": summary.overlap,
         "staleness_max": summary.staleness_max,

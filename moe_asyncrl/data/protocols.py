@@ -59,7 +59,10 @@ class EngineControl(Protocol):
     async def receive_bucket(
         self, tensors: Sequence[TensorMeta], *, group: str, version: int | None, deadline_s: float
     ) -> None:
-        """Receive one broadcast of the tensors back to back as bytes, and load them. `version` is set on the last one."""
+        """Receive one broadcast of the tensors back to back as bytes, and load them.
+
+        `version` is set on the last one.
+        """
         ...
 
     async def end_update(self, *, deadline_s: float) -> None:

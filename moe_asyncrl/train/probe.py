@@ -73,7 +73,8 @@ class Probe:
     def measure(self, version: int) -> dict[str, Any] | None:
         """`kl_replay` and `kl_live` (mean k3 in nats a token), `tokens`, on all ranks; None if no engine answered.
 
-        `kl_replay` is None for a dense model. Collective. The committed version must be `version`, and the trainer's weights those.
+        `kl_replay` is None for a dense model. Collective. The committed version must be `version`, and the trainer's
+        weights those.
         """
         mine: _Answers | None = None
         if self._model.rank == 0:
