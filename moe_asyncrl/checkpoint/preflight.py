@@ -6,10 +6,11 @@ from pathlib import Path
 
 from moe_asyncrl.checkpoint.hf_load import check_tensors
 from moe_asyncrl.checkpoint.safetensors_dir import SafetensorsDir
-from moe_asyncrl.config.recipe import Recipe
+from moe_asyncrl.config.recipe import Engine, Recipe
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
+from moe_asyncrl.models.trainable import check_trainable
 
 
 def check_model(recipe: Recipe) -> ModelSpec:
@@ -28,11 +29,18 @@ def check_model(recipe: Recipe) -> ModelSpec:
             f"model.max_context {recipe.model.max_context} is longer than the {spec.max_position_embeddings} tokens "
             f"that {path} was made for"
         )
-    t = recipe.trainer
-    layout = Layout(tp=t.tp, pp=t.pp, vpp=t.vpp, ep=t.ep, etp=t.tp if t.etp is None else t.etp, cp=t.cp, dp=t.dp)
-    layout.layers_of(0, 0, spec.num_layers)
-    if spec.is_moe:
-        layout.experts_of(0, spec.num_experts)
-    elif t.ep > 1 or recipe.engine.ep > 1:
-        raise UserError(f"trainer.ep {t.ep}, engine.ep {recipe.engine.ep}: {path} has no experts; set both to 1")
+    check_trainable(spec, Layout.of(recipe.trainer))
+    check_engine(spec, recipe.engine)
     return spec
+
+
+def check_engine(spec: ModelSpec, engine: Engine) -> None:
+    """Raise UserError, naming the sizes, if a server cannot split the model so."""
+    if not spec.is_moe and engine.ep > 1:
+        raise UserError(f"engine.ep is {engine.ep}, but {spec.family} has no experts; set it to 1")
+    for what, size, field, parts in (
+        ("attention heads", spec.num_attention_heads, "engine.tp", engine.tp),
+        ("experts", spec.num_experts, "engine.ep", engine.ep),
+    ):
+        if size % parts:
+            raise UserError(f"{field} is {parts}, but the model's {size} {what} are not a multiple of it")

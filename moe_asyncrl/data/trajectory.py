@@ -37,7 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens [start, end) written by one role: a turn of a user, an agent or a tool, or a fork of another trajectory."""
+    """Tokens [start, end) written by one role: a turn of a user, an agent or a tool, a fork of another trajectory."""
 
     start: int
     end: int

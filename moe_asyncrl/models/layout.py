@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_asyncrl.config.recipe import Trainer
 from moe_asyncrl.data.errors import UserError
 
 
@@ -65,6 +66,12 @@ class Layout:
                 f"layout: tp*cp*dp = {self.tp * self.cp * self.dp} ranks of a stage cannot hold etp*ep = "
                 f"{self.etp * self.ep}; raise dp or lower ep ({self})"
             )
+
+    @classmethod
+    def of(cls, settings: Trainer) -> Layout:
+        """The layout that a recipe's trainer section asks for."""
+        s = settings
+        return cls(tp=s.tp, pp=s.pp, vpp=s.vpp, ep=s.ep, etp=s.tp if s.etp is None else s.etp, cp=s.cp, dp=s.dp)
 
     def __str__(self) -> str:
         sizes = {axis: getattr(self, axis) for axis in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")}

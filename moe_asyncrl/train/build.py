@@ -10,10 +10,10 @@ import torch
 
 from moe_asyncrl.config.capability import Capabilities
 from moe_asyncrl.config.recipe import Optimizer as OptimizerSettings
-from moe_asyncrl.config.recipe import Trainer as TrainerSettings
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
-from moe_asyncrl.train.passes import ModelOnRank, check_supported, set_gradient_reduction
+from moe_asyncrl.models.trainable import check_trainable
+from moe_asyncrl.train.passes import ModelOnRank, set_gradient_reduction
 
 Recompute = Literal["off", "selective", "full"]
 
@@ -24,12 +24,6 @@ class TrainState:
 
     model: ModelOnRank
     optimizer: Any
-
-
-def layout_of(settings: TrainerSettings) -> Layout:
-    """The layout that a recipe's trainer section asks for. Raises `UserError` where the sizes do not fit together."""
-    s = settings
-    return Layout(tp=s.tp, pp=s.pp, vpp=s.vpp, ep=s.ep, etp=s.tp if s.etp is None else s.etp, cp=s.cp, dp=s.dp)
 
 
 def build_model_on_rank(
@@ -54,7 +48,7 @@ def build_model_on_rank(
     from moe_asyncrl.train.model import build_model, wrap_ddp
     from moe_asyncrl.train.replay_hooks import attach_replay
 
-    check_supported(layout)
+    check_trainable(spec, layout)
     if recompute != "off":
         build["recompute"] = recompute
     chunks = build_model(spec, layout, capabilities, dtype=dtype, **build)

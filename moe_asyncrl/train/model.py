@@ -7,35 +7,12 @@ from typing import Any, Literal
 import torch
 
 from moe_asyncrl.config.capability import Capabilities, choose
-from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
+from moe_asyncrl.models.trainable import check_builds
 from moe_asyncrl.train.specs import config_fields
 
 Recompute = Literal["full", "selective"]
-
-
-def check_fits(spec: ModelSpec, layout: Layout) -> None:
-    """Whether every size splits evenly over the layout.
-
-    Raises:
-        UserError: the first one that does not.
-    """
-    layout.layers_of(0, 0, spec.num_layers)
-    if spec.is_moe:
-        layout.experts_of(0, spec.num_experts)
-    elif layout.ep > 1:
-        raise UserError(f"layout {layout}: ep is {layout.ep} but the model has no experts")
-    checks = [
-        ("num_attention_heads", spec.num_attention_heads, "tp", layout.tp),
-        ("num_kv_heads", spec.num_kv_heads, "tp", layout.tp),
-        ("hidden_size", spec.hidden_size, "tp", layout.tp),
-        ("intermediate_size", 0 if all(spec.moe_layers) else spec.intermediate_size, "tp", layout.tp),
-        ("moe_intermediate_size", spec.moe_intermediate_size, "etp", layout.etp),
-    ]
-    for name, size, axis, parts in checks:
-        if size % parts:
-            raise UserError(f"layout {layout}: {name} {size} does not split evenly over {axis} {parts}")
 
 
 def transformer_config(
@@ -59,7 +36,7 @@ def transformer_config(
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    check_fits(spec, layout)
+    check_builds(spec, layout)
     choices = choose(capabilities)
     fields: dict[str, Any] = {
         **config_fields(spec),

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.replay.controller import Mode, ReplayController, ReplayStats
@@ -69,12 +68,6 @@ class ModelOnRank:
     def multiple(self) -> int:
         """A micro-batch's positions are a multiple of it."""
         return self.layout.tp
-
-
-def check_supported(layout: Layout) -> None:
-    """Raise `UserError` for a layout that packed micro-batches cannot be cut for."""
-    if layout.cp > 1:
-        raise UserError("trainer.cp above 1: packed micro-batches are not cut for context parallelism yet; set it to 1")
 
 
 def run_passes(

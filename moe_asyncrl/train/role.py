@@ -16,6 +16,7 @@ from moe_asyncrl.config.capability import detect_capabilities
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.data.messages import Counters, Cursor, Member
+from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.telemetry.run_folder import RunFolder
 from moe_asyncrl.train.identity import check_same_run, model_digest, recipe_digest
@@ -71,13 +72,13 @@ def train(
     """`run` with its surroundings passed in; `resources` closes what it opens."""
     import torch
 
-    from moe_asyncrl.train.build import build_train_state, layout_of
+    from moe_asyncrl.train.build import build_train_state
     from moe_asyncrl.train.parallel import ParallelRuntime
     from moe_asyncrl.weights.lockstep import Lockstep
 
     torch.set_num_threads(recipe.trainer.threads)
     capabilities = detect_capabilities()
-    layout = layout_of(recipe.trainer)
+    layout = Layout.of(recipe.trainer)
     runtime = ParallelRuntime.from_environment(capabilities, environment, timeout_s=recipe.trainer.timeout_s)
     if runtime.rank != index:
         raise UserError(f"trainer: RANK is {runtime.rank}, but this is rank {index} of the run")

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from moe_asyncrl.config.recipe import Data, Model, Recipe, Trainer
+from moe_asyncrl.config.recipe import Data, Model, Recipe
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.telemetry.run_folder import RunFolder
-from moe_asyncrl.train.build import layout_of
-from moe_asyncrl.train.passes import check_supported
 from moe_asyncrl.train.role import StopFlag, train
 
 
@@ -38,13 +36,3 @@ def test_without_its_environment_the_role_says_which_variable_is_missing(tmp_pat
     recipe = Recipe(model=Model(path=str(tmp_path)), data=Data(train="t.jsonl"))
     with ExitStack() as resources, pytest.raises(UserError, match="environment variable RANK is not set"):
         train(RunFolder(tmp_path), recipe, 0, {}, lambda: False, resources)
-
-
-def test_expert_tensor_parallelism_follows_tp_unless_given() -> None:
-    assert layout_of(Trainer(tp=2)).etp == 2
-    assert layout_of(Trainer(tp=2, ep=2, etp=1)).etp == 1
-
-
-def test_context_parallelism_is_refused_in_words() -> None:
-    with pytest.raises(UserError, match=r"trainer\.cp above 1"):
-        check_supported(layout_of(Trainer(cp=2)))

@@ -7,7 +7,6 @@ import pytest
 from moe_asyncrl.config.capability import Capabilities
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.layout import Layout
-from moe_asyncrl.train.model import check_fits
 from moe_asyncrl.train.specs import config_fields
 from tests.pool.pool import WorkerPool
 from tests.train.parity_jobs import tiny_spec
@@ -42,21 +41,6 @@ def test_what_cannot_be_expressed_is_refused() -> None:
         config_fields(tiny_spec(experts_per_token=1))
     with pytest.raises(UserError, match="knows only qwen3, qwen3_moe"):
         config_fields(tiny_spec(family="unheard_of"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "layout", "message"),
-    [
-        ({}, Layout(pp=3), "4 layers do not split evenly over 3"),
-        ({"num_experts": 9}, Layout(dp=2, ep=2), "9 experts do not split"),
-        ({}, Layout(tp=4), "num_kv_heads 2 does not split evenly over tp 4"),
-        ({"moe_intermediate_size": 33}, Layout(tp=2), "moe_intermediate_size 33 does not split evenly over etp 2"),
-        ({"moe_layers": (False,) * 4, "num_experts": 0}, Layout(dp=2, ep=2), "the model has no experts"),
-    ],
-)
-def test_a_model_that_does_not_split_is_refused(changes: dict[str, object], layout: Layout, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        check_fits(tiny_spec(**changes), layout)
 
 
 LOCAL = {

@@ -1,0 +1,23 @@
+"""Which layouts the trainer takes: fewer than a checkpoint can be laid out for, and known before a run starts."""
+
+from __future__ import annotations
+
+from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.models.layout import Layout
+from moe_asyncrl.models.shards import check_layout
+from moe_asyncrl.models.spec import ModelSpec
+
+
+def check_trainable(spec: ModelSpec, layout: Layout) -> None:
+    """Raise UserError, naming the sizes, if `spec` cannot be trained under `layout`."""
+    check_builds(spec, layout)
+    if layout.cp > 1:
+        raise UserError("trainer.cp above 1: packed micro-batches are not cut for context parallelism yet; set it to 1")
+
+
+def check_builds(spec: ModelSpec, layout: Layout) -> None:
+    """Raise UserError, naming the sizes, if the model's layers cannot be built under `layout`."""
+    check_layout(spec, layout)
+    for what, size in (("key/value heads", spec.num_kv_heads), ("hidden_size", spec.hidden_size)):
+        if size % layout.tp:
+            raise UserError(f"layout {layout}: {what} {size} is not a multiple of tp {layout.tp}")

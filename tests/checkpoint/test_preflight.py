@@ -1,0 +1,47 @@
+"""What is refused before anything is started: layouts and contexts that the model does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_asyncrl.checkpoint.preflight import check_model
+from moe_asyncrl.config.recipe import Data, Engine, Model, Recipe, Trainer
+from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.models.tiny import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("preflight") / "model"
+    make_tiny_model(path, "qwen3_moe", 0)
+    return path
+
+
+def recipe(model: Path, *, max_context: int = 1024, **sections: Any) -> Recipe:
+    return Recipe(model=Model(path=str(model), max_context=max_context), data=Data(train="t.jsonl"), **sections)
+
+
+def test_a_model_that_fits_is_accepted(model: Path) -> None:
+    spec = check_model(recipe(model, trainer=Trainer(tp=2, dp=2, ep=2, etp=1), engine=Engine(tp=2, ep=2)))
+    assert spec.is_moe
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"trainer": Trainer(tp=3)}, "tp 3 is not a multiple of 2 key/value heads"),
+        ({"trainer": Trainer(tp=4)}, "key/value heads 2 is not a multiple of tp 4"),
+        ({"trainer": Trainer(cp=2)}, r"trainer\.cp above 1"),
+        ({"trainer": Trainer(dp=3, ep=3, etp=1)}, "experts do not split evenly over ep 3"),
+        ({"engine": Engine(tp=3)}, r"engine\.tp is 3, but the model's 4 attention heads"),
+        ({"engine": Engine(tp=12, ep=3)}, r"engine\.tp is 12"),
+        ({"max_context": 10**6}, "longer than the"),
+    ],
+)
+def test_what_would_fail_later_is_one_line_now(model: Path, sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        check_model(recipe(model, **sections))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,44 @@
+"""Layouts that the trainer refuses, each with the sizes that do not go together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from moe_asyncrl.config.recipe import Trainer
+from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.models.layout import Layout
+from moe_asyncrl.models.trainable import check_builds, check_trainable
+from tests.models.test_shards import small_spec
+
+DENSE: dict[str, Any] = {"moe_layers": (False, False), "num_experts": 0, "moe_intermediate_size": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "trainer", "message"),
+    [
+        ({}, Trainer(pp=3), "2 layers do not split evenly over 3"),
+        ({"num_experts": 9}, Trainer(dp=2, ep=2, etp=1), "9 experts do not split"),
+        ({}, Trainer(tp=4), "attention heads 6 is not a multiple of tp 4"),
+        ({"num_attention_heads": 8}, Trainer(tp=4), "key/value heads 2 is not a multiple of tp 4"),
+        ({"hidden_size": 33}, Trainer(tp=2), "hidden_size 33 is not a multiple of tp 2"),
+        ({"intermediate_size": 33}, Trainer(tp=2), "intermediate_size 33 is not a multiple of tp 2"),
+        ({"moe_intermediate_size": 33}, Trainer(tp=2), "moe_intermediate_size 33 is not a multiple of etp 2"),
+        (DENSE, Trainer(dp=2, ep=2, etp=1), "has no experts; use ep 1"),
+        ({}, Trainer(cp=2), r"trainer\.cp above 1"),
+    ],
+)
+def test_a_layout_that_cannot_be_trained_is_refused(changes: dict[str, Any], trainer: Trainer, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_trainable(dataclasses.replace(small_spec(), **changes), Layout.of(trainer))
+
+
+def test_what_only_packing_rules_out_can_still_be_built() -> None:
+    check_builds(small_spec(), Layout(cp=2))
+
+
+def test_expert_tensor_parallelism_follows_tp_unless_given() -> None:
+    assert Layout.of(Trainer(tp=2)).etp == 2
+    assert Layout.of(Trainer(tp=2, ep=2, etp=1)).etp == 1
