@@ -74,7 +74,7 @@ def export_hf(
         with agree(f"preparing the export to {out}", group=group):
             parameters = global_parameters(chunks, spec, layout, rank)
             if rank == 0:
-                _check_place(out, Path(source_hf_dir))
+                check_place(out, Path(source_hf_dir))
                 partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.partial-"))
                 cleanup.callback(shutil.rmtree, partial, ignore_errors=True)
                 _carry_files(Path(source_hf_dir), partial, dtype)
@@ -94,7 +94,8 @@ def export_hf(
                 _publish(partial, out)
 
 
-def _check_place(out: Path, source: Path) -> None:
+def check_place(out: Path, source: Path) -> None:
+    """Make the folder that `out` will stand in. Raises UserError if `out` is taken or `source` is no HF directory."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty directory; choose another place for the export")
     if not (source / "config.json").is_file():

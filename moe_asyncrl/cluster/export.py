@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
@@ -9,7 +10,9 @@ import torch.distributed as dist
 
 from moe_asyncrl.cluster.run_setup import open_run
 from moe_asyncrl.config.capability import Capabilities
+from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.telemetry.run_folder import RunFolder
 
 
 def export_run(run: str, out: str, *, step: int | None = None) -> Path:
@@ -17,7 +20,14 @@ def export_run(run: str, out: str, *, step: int | None = None) -> Path:
 
     Runs in this process on the CPU. Raises `UserError` if there is no such checkpoint or `out` is not empty.
     """
-    from moe_asyncrl.checkpoint.hf_export import export_hf
+    with warnings.catch_warnings():
+        # Megatron warns of every package that it could use and does not find: nothing that a user of ours can act on.
+        warnings.simplefilter("ignore")
+        return _export(*open_run(run), Path(out), step)
+
+
+def _export(folder: RunFolder, recipe: Recipe, out: Path, step: int | None) -> Path:
+    from moe_asyncrl.checkpoint.hf_export import check_place, export_hf
     from moe_asyncrl.models.layout import Layout
     from moe_asyncrl.models.spec import ModelSpec
     from moe_asyncrl.train.build import build_train_state
@@ -25,7 +35,7 @@ def export_run(run: str, out: str, *, step: int | None = None) -> Path:
     from moe_asyncrl.train.checkpoint_folder import folder_of, newest_complete, read_info
     from moe_asyncrl.train.parallel import ParallelRuntime
 
-    folder, recipe = open_run(run)
+    check_place(out, Path(recipe.model.path))
     if step is None:
         newest = newest_complete(folder.checkpoints)
         if newest is None:
@@ -43,9 +53,7 @@ def export_run(run: str, out: str, *, step: int | None = None) -> Path:
         dtype: torch.dtype = getattr(torch, recipe.model.dtype)
         state = build_train_state(spec, layout, capabilities, recipe.optimizer, rank=0, dtype=dtype)
         load(state, source)
-        target = Path(out)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        export_hf(state.model.chunks, spec, layout, target, source_hf_dir=recipe.model.path, dtype=dtype)
+        export_hf(state.model.chunks, spec, layout, out, source_hf_dir=recipe.model.path, dtype=dtype)
     finally:
         runtime.close()
-    return target
+    return out

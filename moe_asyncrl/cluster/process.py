@@ -33,10 +33,12 @@ class RoleProcess:
     def error(self) -> str:
         """Why it ended, in one line: its own last word if it left one, else how it ended and its last log line."""
         if self.error_file.exists():
-            return f"{self.name}: {self.error_file.read_text(encoding='utf-8').strip()}"
+            text = self.error_file.read_text(encoding="utf-8").strip()
+            return text if text.startswith(f"{self.name}:") else f"{self.name}: {text}"
         code = self.exit_code
         how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with {code}"
-        last = last_line(self.log)
+        # Who is killed from outside does not know why: its last line would mislead.
+        last = "" if code in (-signal.SIGKILL, -signal.SIGTERM) else last_line(self.log)
         return f"{self.name} {how}; see {self.log}" + (f" (last line: {last})" if last else "")
 
 

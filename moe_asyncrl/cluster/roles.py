@@ -30,6 +30,7 @@ def run_role(role: str, run: str, index: int) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.Formatter.converter = time.gmtime
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # it tells every parameter and field of its settings
     name = role if role == "buffer" else f"{role}-{index}"
     try:
         return int(importlib.import_module(MODULES[role]).run(folder, recipe, index))

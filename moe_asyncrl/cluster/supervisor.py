@@ -38,13 +38,15 @@ class Supervisor:
         self._say = say if say is not None else _print
         self._interrupted = 0
         self._lost: set[str] = set()
+        self._progress = Progress(folder, recipe.run.steps)
 
     def run(self) -> Summary:
         """Run to the end. Returns the summary that was written; raises nothing that a role did wrong."""
         started = time.time()
         clock = time.monotonic()
-        for old in self.folder.logs.glob("*.error"):
-            old.unlink()
+        # A resumed run must not be taken for what its last start came to.
+        for old in (*self.folder.logs.glob("*.error"), self.folder.summary):
+            old.unlink(missing_ok=True)
         handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         outcome: Outcome = "failed"
         error: str | None = None
@@ -104,10 +106,9 @@ class Supervisor:
 
     def _watch(self) -> tuple[Outcome, str | None]:
         """Follow the run until it ends; (outcome, error)."""
-        progress = Progress(self.folder, self.recipe.run.steps)
         trainers_done_at: float | None = None
         while True:
-            for line in progress.lines():
+            for line in self._progress.lines():
                 self._say(line)
             if self._interrupted:
                 return self._stop_on_request()
@@ -117,7 +118,7 @@ class Supervisor:
             if all(t.exit_code == 0 for t in self.trainers):
                 trainers_done_at = trainers_done_at if trainers_done_at is not None else time.monotonic()
                 if all(r.exit_code == 0 for r in self.rollouts):
-                    for line in progress.lines():
+                    for line in self._progress.lines():
                         self._say(line)
                     return "ok", None
                 if time.monotonic() - trainers_done_at > FINAL_EVAL_S:

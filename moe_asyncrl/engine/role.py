@@ -90,7 +90,8 @@ class EngineRole:
                 if reason is None:
                     return
                 log.warning("%s: life %d is over: %s", self._name, life, reason)
-            raise EngineDied(f"{reason} (started {self._lives.restarts + 1} times)", "")
+            starts = f" (started {self._lives.restarts + 1} times)" if self._lives.restarts else ""
+            raise EngineDied(f"{reason}{starts}", "")
         finally:
             stopping.cancel()
 
