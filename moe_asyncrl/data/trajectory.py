@@ -1,4 +1,4 @@
-"""What travels from the sampler to the trainer: the trajectory and the group (the contract of docs/architecture.md).
+"""What travels from the sampler to the trainer: the trajectory (the contract of docs/architecture.md).
 
 Notation: T tokens, L MoE layers (a dense layer has no row), K experts per token. What is not known is absent or
 marked `missing`; it is never filled with zeros, because zero is a valid expert, token and reward.
@@ -18,7 +18,6 @@ SCHEMA = 1
 
 RoutingSource = Literal["sampled", "prefilled", "cached", "missing"]
 ScoreStatus = Literal["ok", "failed", "timeout"]
-Array = npt.NDArray[np.generic]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,11 +28,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     min_p: float = 0.0
     max_new_tokens: int = 0
-
-    @property
-    def truncates(self) -> bool:
-        """True where sampling keeps less than the whole vocabulary."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,20 +161,3 @@ class Trajectory:
         """Version of the oldest sampled token; -1 if none was sampled."""
         sampled = self.weight_version[self.loss_mask]
         return int(sampled.min()) if sampled.size else -1
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """The samples of one prompt instance; advantages are relative to it."""
-
-    index: int
-    attempt: int
-    trajectories: tuple[Trajectory, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Episode:
-    """Trajectories of several agents or turns that share one outcome. Groups of episodes are built from it."""
-
-    episode: str
-    trajectories: tuple[Trajectory, ...]

@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from moe_asyncrl.data.messages import Member
 from moe_asyncrl.data.protocols import TensorMeta
 from moe_asyncrl.engine.completion import Completion, GenerateRequest, RoutingShape, parse_replies, request_body
 from moe_asyncrl.engine.errors import EngineRefused, EngineTimeout, EngineUnreachable, MalformedReply
+from moe_asyncrl.models.spec import ModelSpec
 
 T = TypeVar("T")
 
@@ -61,10 +63,7 @@ class EngineClient:
         routing: RoutingShape | None = None,
         api_key: str | None = None,
     ) -> None:
-        """`world_size`:
-
-        the engine's ranks in an update group. `routing`: ask for routed experts and read them this way.
-        """
+        """`world_size`: the engine's ranks in an update group. `routing`: ask for routed experts, of this shape."""
         self._url = url.rstrip("/")
         self._name = name
         self._world_size = world_size
@@ -73,6 +72,17 @@ class EngineClient:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._session: aiohttp.ClientSession | None = None
+
+    @classmethod
+    def of(cls, member: Member, spec: ModelSpec, api_key: str) -> EngineClient:
+        """A client of one life of a run's engine, which serves `spec`."""
+        return cls(
+            member.url,
+            name=member.name,
+            world_size=member.world_size,
+            routing=RoutingShape.of(spec),
+            api_key=api_key,
+        )
 
     @property
     def name(self) -> str:

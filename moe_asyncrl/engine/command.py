@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 import msgspec
 
+from moe_asyncrl.engine.plugin import MODE_VARIABLE
+
 ONPATH = pathlib.Path(__file__).parent / "plugin" / "onpath"
 API_KEY_VARIABLE = "MOE_ASYNCRL_ENGINE_API_KEY"
-MODE_VARIABLE = "MOE_ASYNCRL_ENGINE"
 SERVE = "moe_asyncrl.engine.plugin.serve"
 
 
@@ -20,6 +21,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """HF directory."""
     port: int
+    """0 lets the system choose when the server starts."""
     python: str
     """Interpreter that has SGLang; it may belong to another environment."""
     host: str = "127.0.0.1"

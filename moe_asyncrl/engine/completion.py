@@ -16,8 +16,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from moe_asyncrl.config.recipe import Rollout
 from moe_asyncrl.data.trajectory import SamplingMask, SamplingParams
 from moe_asyncrl.engine.errors import MalformedReply
+from moe_asyncrl.models.spec import ModelSpec
 
 Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -46,6 +48,21 @@ class RoutingShape(msgspec.Struct, frozen=True, kw_only=True):
     """For each decoder layer, whether it routes. A dense layer's row is dropped."""
     top_k: int
     num_experts: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> RoutingShape | None:
+        """The rows of an engine that serves `spec`; None for a dense model."""
+        if not spec.is_moe:
+            return None
+        return cls(moe_layers=spec.moe_layers, top_k=spec.experts_per_token, num_experts=spec.num_experts)
+
+
+def sampling_params(rollout: Rollout, max_new_tokens: int) -> SamplingParams:
+    """How a recipe samples from the policy that it trains."""
+    r = rollout
+    return SamplingParams(
+        temperature=r.temperature, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p, max_new_tokens=max_new_tokens
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

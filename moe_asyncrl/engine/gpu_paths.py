@@ -60,8 +60,7 @@ def _start(capabilities: Capabilities, folder: Path, gpu: int) -> Server:
 
 
 def _client(server: Server, spec: ModelSpec) -> EngineClient:
-    routing = RoutingShape(moe_layers=spec.moe_layers, top_k=spec.experts_per_token, num_experts=spec.num_experts)
-    return EngineClient(server.url, routing=routing)
+    return EngineClient(server.url, routing=RoutingShape.of(spec))
 
 
 async def _difference(client: EngineClient, models: Sequence[Any], version: int) -> list[float]:

@@ -16,6 +16,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from moe_asyncrl.data.errors import DeadlineExceeded, UserError
 from moe_asyncrl.engine.command import EngineArgs, build_command, child_environment
 
@@ -80,12 +82,14 @@ class Server:
         name: str = "engine-0",
         environ: Mapping[str, str] | None = None,
     ) -> Server:
-        """Start the process and return at once. Its output goes to `log_path` (appended).
+        """Start the process and return at once. Its output goes to `log_path` (appended). Port 0 takes a free one.
 
         Raises UserError when the model directory or the port cannot be used.
         """
         if not (pathlib.Path(args.model) / "config.json").is_file():
             raise UserError(f"{name}: no model at {args.model} (config.json is missing)")
+        if args.port == 0:
+            args = msgspec.structs.replace(args, port=free_port(args.host))
         check_port(args.host, args.port)
         command = build_command(args, cpu=cpu)
         log_path.parent.mkdir(parents=True, exist_ok=True)

@@ -93,11 +93,6 @@ class ModelSpec:
         """Layers that have a router."""
         return sum(self.moe_layers)
 
-    @property
-    def query_heads_per_group(self) -> int:
-        """Query heads that share one key/value head."""
-        return self.num_attention_heads // self.num_kv_heads
-
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the Megatron embedding: `vocab_size` rounded up to a multiple of the tensor-parallel size.
 

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.data.trajectory import SamplingParams
@@ -127,35 +129,16 @@ def evaluate_model(recipe: Recipe, *, cpu: bool, log_path: Path) -> EvalResult:
 
     For use outside an event loop. Raises UserError; data and reward are checked before the server is started.
     """
-    import os
     import secrets
-    import sys
 
-    from moe_asyncrl.engine.command import EngineArgs, spread_cores
-    from moe_asyncrl.engine.server import Server, free_port
-    from moe_asyncrl.models.spec import ModelSpec
+    from moe_asyncrl.engine.arguments import engine_args
+    from moe_asyncrl.engine.server import Server
     from moe_asyncrl.rollout.preflight import check_eval
 
     check_eval(recipe)
-    e = recipe.engine
     key = secrets.token_hex(16)
-    args = EngineArgs(
-        model=recipe.model.path,
-        port=free_port(e.host),
-        python=e.python or sys.executable,
-        host=e.host,
-        dtype=e.dtype,
-        tp=e.tp,
-        ep=e.ep,
-        moe=ModelSpec.from_hf(recipe.model.path).is_moe,
-        context_length=recipe.model.max_context,
-        max_running_requests=e.max_running_requests,
-        max_total_tokens=e.max_total_tokens,
-        random_seed=recipe.run.seed,
-        api_key=key,
-        cores=spread_cores(e.tp, 0, tuple(sorted(os.sched_getaffinity(0)))) if cpu and e.tp > 1 else (),
-        extra_args=e.extra_args,
-    )
+    # Not a port of the recipe's: a run may be using those.
+    args = msgspec.structs.replace(engine_args(recipe, 0, cpu=cpu, api_key=key), port=0)
     with Server.start(args, cpu=cpu, log_path=log_path, name="engine") as server:
-        server.wait_ready(e.start_timeout_s)
+        server.wait_ready(recipe.engine.start_timeout_s)
         return asyncio.run(evaluate_at(server.url, recipe, api_key=key))

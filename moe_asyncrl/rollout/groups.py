@@ -8,8 +8,8 @@ from typing import Literal
 
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.messages import Ticket
-from moe_asyncrl.data.trajectory import Identity, SamplingParams, Trajectory
-from moe_asyncrl.engine.completion import Completion, GenerateRequest
+from moe_asyncrl.data.trajectory import Identity, Trajectory
+from moe_asyncrl.engine.completion import Completion, GenerateRequest, sampling_params
 from moe_asyncrl.models.tokenizer import Tokenizer
 from moe_asyncrl.rollout.assemble import assemble
 from moe_asyncrl.rollout.prompts import ReadyPrompt
@@ -43,17 +43,9 @@ def trajectory_name(ticket: Ticket, sample: int) -> str:
     return f"{ticket.epoch}-{ticket.index}-{ticket.attempt}-{sample}"
 
 
-def sampling_params(recipe: Recipe, max_new_tokens: int) -> SamplingParams:
-    """How the recipe samples for training."""
-    r = recipe.rollout
-    return SamplingParams(
-        temperature=r.temperature, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p, max_new_tokens=max_new_tokens
-    )
-
-
 def requests_for(recipe: Recipe, work: GroupWork, version: int, stop: tuple[int, ...]) -> list[GenerateRequest]:
     """`group_size` requests for one group; they share the prompt."""
-    sampling = sampling_params(recipe, work.prompt.max_new_tokens)
+    sampling = sampling_params(recipe.rollout, work.prompt.max_new_tokens)
     return [
         GenerateRequest(
             rid=trajectory_name(work.ticket, sample),
@@ -95,7 +87,7 @@ def group_outcome(
     if recipe.rollout.filter_uniform and len({s.rewards[TOTAL] for _, _, s in scored}) == 1:
         return Outcome("filtered", f"all rewards are {scored[0][2].rewards[TOTAL]:g}", (), failed)
     prompt, ticket = work.prompt, work.ticket
-    sampling = sampling_params(recipe, prompt.max_new_tokens)
+    sampling = sampling_params(recipe.rollout, prompt.max_new_tokens)
     metadata = prompt.prompt.metadata_text()
     if prompt.prompt.answer is not None:
         metadata["answer"] = prompt.prompt.answer

@@ -16,8 +16,8 @@ from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.errors import DeadlineExceeded, EngineLost, UserError
 from moe_asyncrl.data.messages import Member, RunState
 from moe_asyncrl.engine.client import EngineClient
-from moe_asyncrl.engine.completion import Completion, GenerateRequest, RoutingShape
-from moe_asyncrl.engine.keys import KEY_FILE
+from moe_asyncrl.engine.completion import Completion, GenerateRequest
+from moe_asyncrl.engine.keys import ensure_engine_key
 from moe_asyncrl.engine.pool import EnginePool
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.models.tokenizer import Tokenizer
@@ -56,9 +56,10 @@ async def _run(folder: RunFolder, recipe: Recipe, index: int) -> int:
     try:
         spec = ModelSpec.from_hf(recipe.model.path)
         tokenizer = Tokenizer.load(recipe.model.path, spec)
+        key = ensure_engine_key(folder.keys)
         async with (
             await AsyncBufferClient.connect(folder, sender=f"rollout-{index}") as buffer,
-            EnginePool(lambda member: engine_client(member, spec, folder)) as engines,
+            EnginePool(lambda member: EngineClient.of(member, spec, key)) as engines,
         ):
             rollout = Rollout(
                 folder,
@@ -77,26 +78,6 @@ async def _run(folder: RunFolder, recipe: Recipe, index: int) -> int:
     finally:
         await scorer.close()
     return 0
-
-
-def routing_shape(spec: ModelSpec) -> RoutingShape | None:
-    """How to read an engine's routing rows; None for a dense model."""
-    if not spec.is_moe:
-        return None
-    return RoutingShape(moe_layers=spec.moe_layers, top_k=spec.experts_per_token, num_experts=spec.num_experts)
-
-
-def engine_client(member: Member, spec: ModelSpec, folder: RunFolder) -> EngineClient:
-    """A client for one engine of the run."""
-    return EngineClient(
-        member.url, name=member.name, world_size=member.world_size, routing=routing_shape(spec), api_key=api_key(folder)
-    )
-
-
-def api_key(folder: RunFolder) -> str | None:
-    """The engines' key of this run, if it has one."""
-    path = folder.keys / KEY_FILE
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
 
 
 def samplable(state: RunState) -> tuple[Member, ...]:

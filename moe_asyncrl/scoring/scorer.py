@@ -39,7 +39,6 @@ class Scorer:
         self._pool = pool
         self._rule = RULES.get(reward.function)
         self.version = pool.version if pool else f"{reward.function}@{RULES_VERSION}"
-        self.is_rule = pool is None
         self.failures_in_a_row = 0
 
     @classmethod

@@ -41,11 +41,6 @@ class ModelOnRank:
         return self.layout.coordinates(self.rank).pp
 
     @property
-    def has_first_stage(self) -> bool:
-        """Whether embeddings are here."""
-        return any(chunk.pre_process for chunk in self.chunks)
-
-    @property
     def has_last_stage(self) -> bool:
         """Whether logits come out here."""
         return any(chunk.post_process for chunk in self.chunks)

@@ -18,9 +18,8 @@ from moe_asyncrl.algorithms.kl import k3
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.errors import EngineLost, UserError
 from moe_asyncrl.data.messages import Member, RunState
-from moe_asyncrl.data.trajectory import SamplingParams
 from moe_asyncrl.engine.client import EngineClient
-from moe_asyncrl.engine.completion import Completion, GenerateRequest
+from moe_asyncrl.engine.completion import Completion, GenerateRequest, sampling_params
 from moe_asyncrl.train.batch import Sample
 from moe_asyncrl.train.passes import ModelOnRank
 from moe_asyncrl.train.score import score
@@ -120,10 +119,8 @@ class Probe:
         members = [m for m in self._state().members if m.state == "serving" and m.version == version]
         if not members:
             raise UserError(f"no engine serves version {version}")
-        sampling = SamplingParams(
-            temperature=self._recipe.rollout.temperature,
-            max_new_tokens=min(self._recipe.rollout.max_new_tokens, LONGEST_ANSWER),
-        )
+        rollout = self._recipe.rollout
+        sampling = sampling_params(rollout, min(rollout.max_new_tokens, LONGEST_ANSWER))
         requests = [
             GenerateRequest(rid=f"probe-{version}-{i}", input_ids=ids, sampling=sampling, version=version)
             for i, ids in enumerate(self._prompts)

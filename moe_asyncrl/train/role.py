@@ -224,20 +224,16 @@ def _engines(
 ) -> tuple[Publish, Measure | None]:
     """(publish, probe) on this rank."""
     from moe_asyncrl.engine.client import EngineClient
-    from moe_asyncrl.engine.completion import RoutingShape
     from moe_asyncrl.engine.keys import ensure_engine_key
     from moe_asyncrl.train.probe import Probe
     from moe_asyncrl.train.publish import Publisher
 
     model = state.model
     spec: ModelSpec = model.spec
-    routing = None
-    if spec.is_moe:
-        routing = RoutingShape(moe_layers=spec.moe_layers, top_k=spec.experts_per_token, num_experts=spec.num_experts)
-    key = ensure_engine_key(folder.keys) if first else None
+    key = ensure_engine_key(folder.keys)
 
     def connect(member: Member) -> EngineClient:
-        return EngineClient(member.url, name=member.name, world_size=member.world_size, routing=routing, api_key=key)
+        return EngineClient.of(member, spec, key)
 
     publisher = Publisher(
         model.chunks,

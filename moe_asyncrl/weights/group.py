@@ -35,13 +35,10 @@ class BroadcastFailed(Exception):
 class UpdateGroup:
     """A formed group. Made by `form`; `dissolve` it, or `abandon` it when something in it failed."""
 
-    def __init__(
-        self, name: str, transport: Transport, engines: tuple[EngineControl, ...], timeout_s: float, process_group: Any
-    ) -> None:
+    def __init__(self, name: str, transport: Transport, engines: tuple[EngineControl, ...], process_group: Any) -> None:
         self.name = name
         self.transport = transport
         self.engines = engines
-        self._timeout_s = timeout_s
         self._process_group = process_group
 
     @classmethod
@@ -84,7 +81,7 @@ class UpdateGroup:
             meeting.close()
             for task in joins.values():
                 task.cancel()
-        return cls(name, transport, tuple(engines), timeout_s, process_group)
+        return cls(name, transport, tuple(engines), process_group)
 
     async def broadcast(self, flat: torch.Tensor) -> None:
         """Send a contiguous uint8 tensor from here to all engines; returns when this side is done with the memory.
