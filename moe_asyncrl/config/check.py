@@ -43,4 +43,10 @@ def check(r: Recipe) -> tuple[str, str] | None:
             f"with buffer.max_staleness {r.buffer.max_staleness} the trainer would starve; "
             f"at most {r.buffer.max_staleness + 1}",
         )
+    if t.timeout_s < 2 * r.weights.timeout_s:
+        return (
+            "trainer.timeout_s",
+            f"{t.timeout_s:g} is less than twice weights.timeout_s ({r.weights.timeout_s:g}): the other ranks wait in one "
+            "collective while the first one goes through several steps of an update",
+        )
     return None

@@ -153,7 +153,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     threads: Annotated[int, Meta(ge=1)] = 1
     """CPU threads of one trainer rank."""
     timeout_s: Annotated[float, Meta(gt=0)] = 600.0
-    """Longest collective between trainer ranks, in seconds."""
+    """Longest collective between trainer ranks, in seconds; at least twice `weights.timeout_s`."""
 
 
 class Optimizer(Section, frozen=True, kw_only=True):

@@ -55,6 +55,7 @@ def test_a_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
         (BASE, ["rollout.max_new_tokens=1024"], ["rollout.max_new_tokens", "no room for a prompt"]),
         (BASE, ["buffer.capacity_groups=1"], ["buffer.capacity_groups", "batch"]),
         (BASE, ["weights.every=9"], ["weights.every", "starve"]),
+        (BASE, ["weights.timeout_s=301"], ["trainer.timeout_s", "600", "twice weights.timeout_s (301)"]),
         (BASE, ["steps=3"], ["section.field=value"]),
         (BASE, ["run.steps=[1"], ["not valid YAML"]),
         ("model: {}\ndata: {train: t}\n", [], [":1:", "model.path"]),
