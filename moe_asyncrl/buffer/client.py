@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -35,6 +36,8 @@ from moe_asyncrl.data.messages import (
 from moe_asyncrl.data.wire import Frame, TrajectoryHeader, array_from
 from moe_asyncrl.telemetry.run_folder import RunFolder
 
+POLL_S = 0.05
+"""Between two looks for a batch, in seconds."""
 FETCH_BYTES = 64 << 20
 """Frames are asked for in requests of about this many bytes, so that each has a deadline of its own."""
 
@@ -114,9 +117,26 @@ class BufferClient:
         reply = self._ask(self._requests.take(step, version, groups))
         return reply if isinstance(reply, NotReady) else expect(reply, Batch)
 
-    def take(self, step: int, version: int, groups: int, *, deadline_s: float, poll_s: float = 0.05) -> Batch:
-        """The batch of `step`. Raises `DeadlineExceeded` if it is not there in time, `UserError` if the run failed."""
-        end = time.monotonic() + deadline_s
+    def take(
+        self,
+        step: int,
+        version: int,
+        groups: int,
+        *,
+        deadline_s: float,
+        since: float | None = None,
+        turn_s: float = math.inf,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Batch | None:
+        """The batch of `step`, once it is there.
+
+        Returns None after `turn_s` seconds, or when `stop` says so: a caller that asks again gives the monotonic time
+        of its first call as `since`, from which `deadline_s` counts.
+
+        Raises `DeadlineExceeded` if the batch is not there in time, `UserError` if the run failed elsewhere.
+        """
+        began = time.monotonic()
+        end = (began if since is None else since) + deadline_s
         while True:
             answer = self.try_take(step, version, groups)
             if isinstance(answer, Batch):
@@ -124,14 +144,17 @@ class BufferClient:
             s = answer.state
             if s.phase == "failed":
                 raise UserError(f"the run failed: {s.error}")
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now > end:
                 serving = sum(m.state == "serving" for m in s.members)
                 raise DeadlineExceeded(
                     f"{self._requests.sender} waited {deadline_s:g} s for {groups} groups for step {step}: "
                     f"{answer.held} are held, {s.issued} are being sampled, {serving} of {len(s.members)} engines "
                     f"serve version {s.version}; look at the rollout's log, or raise buffer.wait_s"
                 )
-            time.sleep(poll_s)
+            if now > began + turn_s or stop():
+                return None
+            time.sleep(POLL_S)
 
     def fetch(
         self, step: int, headers: Sequence[TrajectoryHeader], fields: Sequence[str] | None = None

@@ -46,7 +46,7 @@ def check(r: Recipe) -> tuple[str, str] | None:
     if t.timeout_s < 2 * r.weights.timeout_s:
         return (
             "trainer.timeout_s",
-            f"{t.timeout_s:g} is less than twice weights.timeout_s ({r.weights.timeout_s:g}): the other ranks wait in one "
-            "collective while the first one goes through several steps of an update",
+            f"{t.timeout_s:g} is less than twice weights.timeout_s ({r.weights.timeout_s:g}): the other ranks wait in "
+            "one collective while the first one goes through several steps of an update",
         )
     return None

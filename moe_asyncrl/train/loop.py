@@ -20,8 +20,8 @@ import torch.distributed as dist
 from moe_asyncrl.algorithms.schedule import learning_rate
 from moe_asyncrl.buffer.client import BufferClient
 from moe_asyncrl.config.recipe import Recipe
-from moe_asyncrl.data.errors import DeadlineExceeded, UserError
-from moe_asyncrl.data.messages import Batch, ConsumedResult, Counters, Cursor, HeldGroup, NotReady
+from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.data.messages import ConsumedResult, Counters, Cursor, HeldGroup
 from moe_asyncrl.replay.rows import Coverage
 from moe_asyncrl.telemetry.run_folder import RunFolder
 from moe_asyncrl.telemetry.spans import span
@@ -40,7 +40,6 @@ from moe_asyncrl.weights.lockstep import Lockstep
 
 TURN_S = 2.0
 """Longest time that the other ranks are left waiting in one collective while the first one waits for a batch."""
-POLL_S = 0.05
 
 Ended = Literal["done", "stopped"]
 
@@ -226,7 +225,7 @@ def next_batch(run: TrainRun, step: int) -> tuple[HeldGroup, ...] | None:
         DeadlineExceeded: no batch within `buffer.wait_s`; the same on every rank.
         UserError: the run failed elsewhere, or the buffer is gone.
     """
-    end = time.monotonic() + run.recipe.buffer.wait_s
+    since = time.monotonic()
     while True:
         if run.should_stop():
             return None
@@ -234,7 +233,7 @@ def next_batch(run: TrainRun, step: int) -> tuple[HeldGroup, ...] | None:
         order: Order | None = None
         if run.first:
             try:
-                order = _poll(run, step, end)
+                order = _poll(run, step, since)
             except Exception as error:
                 caught, order = error, Order(kind="failed", reason=str(error))
         order = run.lockstep.follow(order, Order)
@@ -244,29 +243,19 @@ def next_batch(run: TrainRun, step: int) -> tuple[HeldGroup, ...] | None:
             raise caught if caught is not None else UserError(order.reason)
 
 
-def _poll(run: TrainRun, step: int, end: float) -> Order:
+def _poll(run: TrainRun, step: int, since: float) -> Order:
     """Ask for the batch for one turn; the first rank's part of `next_batch`."""
-    turn = time.monotonic() + TURN_S
-    wanted = run.recipe.rollout.groups_per_step
-    while True:
-        answer: Batch | NotReady = run.client.try_take(step + 1, step, wanted)
-        if isinstance(answer, Batch):
-            return Order(kind="train", groups=answer.groups)
-        s = answer.state
-        if s.phase == "failed":
-            raise UserError(f"the run failed: {s.error}")
-        now = time.monotonic()
-        if now > end:
-            serving = sum(m.state == "serving" for m in s.members)
-            raise DeadlineExceeded(
-                f"the trainer waited {run.recipe.buffer.wait_s:g} s for {wanted} groups for step {step + 1}: "
-                f"{answer.held} are held, {s.issued} are being sampled, {serving} of {len(s.members)} engines serve "
-                f"version {s.version}; "
-                "look at the rollout's log, or raise buffer.wait_s"
-            )
-        if now > turn or run.stop_asked():
-            return Order(kind="wait")
-        time.sleep(POLL_S)
+    r = run.recipe
+    batch = run.client.take(
+        step + 1,
+        step,
+        r.rollout.groups_per_step,
+        deadline_s=r.buffer.wait_s,
+        since=since,
+        turn_s=TURN_S,
+        stop=run.stop_asked,
+    )
+    return Order(kind="wait") if batch is None else Order(kind="train", groups=batch.groups)
 
 
 def policy_step(run: TrainRun, step: int, groups: tuple[HeldGroup, ...]) -> tuple[BatchPlan, StepMetrics]:
