@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import Callable
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from moe_asyncrl.data.trajectory import SamplingParams
-from moe_asyncrl.engine.completion import Completion, GenerateRequest
+from moe_asyncrl.engine.command import build_command
+from moe_asyncrl.engine.completion import Completion, GenerateRequest, RoutingShape
+from moe_asyncrl.engine.errors import MalformedReply
 from tests.engines.fixtures import TestEngine
 
 TOLERANCE = 1e-5
@@ -145,3 +148,12 @@ def test_end_token_stops(engine: Callable[..., TestEngine]) -> None:
     ]
     (c,) = generate(e, batch)
     assert c.finish_reason == "stop" and len(c.output_ids) == 1 and c.experts is not None and len(c.experts) == 3
+
+
+def test_an_engine_that_does_not_capture_routing_is_named(engine: Callable[..., TestEngine]) -> None:
+    """Fault 30: capture is off in the server, while the trainer will want rows to replay."""
+    server = engine(family="qwen3")  # started without capture, as every server of a dense model
+    assert "--enable-return-routed-experts" not in build_command(server.server.args, cpu=True).argv
+    shape = RoutingShape(moe_layers=(True,) * 4, top_k=2, num_experts=8)
+    with pytest.raises(MalformedReply, match=r"no routed_experts; was the server started with routing capture\?"):
+        generate(dataclasses.replace(server, routing=shape), requests(1, tokens=2))
