@@ -8,11 +8,13 @@ from typing import Any
 
 from moe_asyncrl.config.load import load_recipe
 from moe_asyncrl.config.recipe import Recipe
-from moe_asyncrl.data.arithmetic import additions, write_prompts
+from moe_asyncrl.data.arithmetic import additions, careless, write_lines, write_prompts
 from moe_asyncrl.data.errors import UserError
 
 NUMBERS_BELOW = 100
 HELD_OUT = 200
+FORGETS = 0.65
+"""How often the warm-up's pupil forgets to carry: most often, so that the greedy answer is the wrong one."""
 MODEL_SHAPE: dict[str, Any] = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
@@ -25,6 +27,7 @@ MODEL_SHAPE: dict[str, Any] = {
     "intermediate_size": 256,
     "max_position_embeddings": 1024,
     "alphabet": "ascii",
+    "init_std": 0.08,
 }
 """1.8 million parameters, about a third of them active: small enough for two cores, a real mixture of experts."""
 
@@ -47,6 +50,7 @@ def demo_recipe(overrides: Sequence[str]) -> Recipe:
     training, held_out = additions(below=NUMBERS_BELOW, held_out=HELD_OUT, seed=seed)
     write_prompts(base / "train.jsonl", training)
     write_prompts(base / "eval.jsonl", held_out)
+    write_lines(base / "warmup.jsonl", careless(training, forgets=FORGETS, times=4, seed=seed))
     model = base / "model"
     if not (model / "model.safetensors").exists():
         make_tiny_model(model, "qwen3_moe", seed, **MODEL_SHAPE)
@@ -54,5 +58,6 @@ def demo_recipe(overrides: Sequence[str]) -> Recipe:
         f"model.path={model}",
         f"data.train={base / 'train.jsonl'}",
         f"data.eval={base / 'eval.jsonl'}",
+        f"warmup.data={base / 'warmup.jsonl'}",
     ]
     return load_recipe(recipe_path("demo"), [*inputs, *overrides])
