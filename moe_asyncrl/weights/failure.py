@@ -19,3 +19,9 @@ class EnginesFailed(UserError):
             reason if reason.startswith(name) else f"{name}: {reason}" for name, reason in sorted(self.lost.items())
         )
         super().__init__(listed or what)
+
+
+def raise_if_any(lost: Mapping[str, str]) -> None:
+    """Raise EnginesFailed if `lost` names an engine."""
+    if lost:
+        raise EnginesFailed(lost)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from moe_asyncrl.data.protocols import EngineControl
 from moe_asyncrl.weights.backend import Transport
-from moe_asyncrl.weights.failure import EnginesFailed
+from moe_asyncrl.weights.failure import EnginesFailed, raise_if_any
 
 _c10d: Any = dist
 """For the names that torch leaves out of the module's typing."""
@@ -69,7 +69,7 @@ class UpdateGroup:
         try:
             await _arrivals(meeting, engines, first_ranks, joins, timeout_s)
             process_group = await _connect(meeting, joins, timeout_s)
-            _raise_failed(await _outcomes(joins, timeout_s))
+            raise_if_any(await _outcomes(joins, timeout_s))
         except EnginesFailed as failure:
             # Without the store, engines that wait in the rendezvous come out of it with an error.
             meeting.close()
@@ -179,7 +179,7 @@ async def _arrivals(
     """Wait until every engine is in the rendezvous. Raises EnginesFailed on the first refusal, or at the deadline."""
     end = time.monotonic() + timeout_s
     while True:
-        _raise_failed(_errors(joins))
+        raise_if_any(_errors(joins))
         if all(task.done() for task in joins.values()):
             return
         there = meeting.arrived()
@@ -226,11 +226,6 @@ async def _outcomes(
     await asyncio.wait(tasks.values(), timeout=wait_s)
     unfinished = {name: f"did not answer within {wait_s:g} s" for name, task in tasks.items() if not task.done()}
     return unfinished if only_unfinished else {**_errors(tasks), **unfinished}
-
-
-def _raise_failed(failed: dict[str, str]) -> None:
-    if failed:
-        raise EnginesFailed(failed)
 
 
 async def _leave(engines: Sequence[EngineControl], name: str, deadline_s: float) -> None:

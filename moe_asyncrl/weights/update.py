@@ -20,7 +20,7 @@ from moe_asyncrl.data.errors import EngineLost
 from moe_asyncrl.data.protocols import EngineControl
 from moe_asyncrl.weights.backend import Transport
 from moe_asyncrl.weights.buckets import Bucket
-from moe_asyncrl.weights.failure import EnginesFailed
+from moe_asyncrl.weights.failure import EnginesFailed, raise_if_any
 from moe_asyncrl.weights.group import GRACE_S, UpdateGroup
 
 
@@ -148,7 +148,7 @@ class Updater:
     async def _close_old_sessions(self) -> None:
         """A trainer that was killed may have left a session open: an engine met for the first time ends it."""
         new = [e for e in self._engines if e not in self._met]
-        _raise_failed(await self._outcome(new, self._end_session))
+        raise_if_any(await self._outcome(new, self._end_session))
         self._met = list(self._engines)
 
     async def _end_session(self, engine: EngineControl) -> None:
@@ -198,7 +198,7 @@ class Updater:
         return errors
 
     async def _each(self, call: Callable[[EngineControl], Awaitable[object]]) -> None:
-        _raise_failed(await self._outcome(self._engines, call))
+        raise_if_any(await self._outcome(self._engines, call))
 
     async def _outcome(
         self, engines: Sequence[EngineControl], call: Callable[[EngineControl], Awaitable[object]]
@@ -210,8 +210,3 @@ class Updater:
 
 async def _probe(engine: EngineControl) -> None:
     await engine.serving_version(deadline_s=GRACE_S)
-
-
-def _raise_failed(failed: dict[str, str]) -> None:
-    if failed:
-        raise EnginesFailed(failed)

@@ -39,6 +39,16 @@ async def serve_version(engine: TestEngine, version: int) -> None:
         await client.set_version(version, deadline_s=20)
 
 
+async def started(run: HandRun, r: Recipe, engine: TestEngine) -> asyncio.Task[int]:
+    """The role, in a run whose version 0 is on the engine."""
+    role = asyncio.create_task(_run(run.folder, r, 0))
+    run.begin()
+    run.join(engine)
+    await serve_version(engine, 0)
+    run.commit(0)
+    return role
+
+
 async def ends(role: asyncio.Task[int], deadline_s: float = 60.0) -> int:
     return await asyncio.wait_for(role, deadline_s)
 
@@ -161,11 +171,7 @@ def test_sigterm_gives_every_ticket_back(
 
     async def go() -> None:
         async with hand_run(tmp_path, r) as run:
-            role = asyncio.create_task(_run(run.folder, r, 0))
-            run.begin()
-            run.join(fresh)
-            await serve_version(fresh, 0)
-            run.commit(0)
+            role = await started(run, r, fresh)
             await run.until("groups under way", issued=8)
             os.kill(os.getpid(), signal.SIGTERM)
             assert await ends(role) == 0
@@ -191,11 +197,7 @@ def test_one_odd_completion_does_not_end_the_run_and_is_not_a_zero(
 
     async def go() -> None:
         async with hand_run(tmp_path, r) as run:
-            role = asyncio.create_task(_run(run.folder, r, 0))
-            run.begin()
-            run.join(fresh)
-            await serve_version(fresh, 0)
-            run.commit(0)
+            role = await started(run, r, fresh)
             groups = await run.wait_take(1, 0) + await run.wait_take(2, 0)
             run.phase("finishing")
             assert await ends(role) == 0
@@ -220,11 +222,7 @@ def test_a_reward_that_never_scores_ends_the_run_and_is_quoted(
 
     async def go() -> None:
         async with hand_run(tmp_path, r) as run:
-            role = asyncio.create_task(_run(run.folder, r, 0))
-            run.begin()
-            run.join(fresh)
-            await serve_version(fresh, 0)
-            run.commit(0)
+            role = await started(run, r, fresh)
             with pytest.raises(UserError, match="10 completions in a row could not be scored") as e:
                 await ends(role)
             assert says in str(e.value)
@@ -246,11 +244,7 @@ def test_uniform_groups_are_filtered_and_give_their_room_back(
 
     async def go() -> None:
         async with hand_run(tmp_path, r) as run:
-            role = asyncio.create_task(_run(run.folder, r, 0))
-            run.begin()
-            run.join(fresh)
-            await serve_version(fresh, 0)
-            run.commit(0)
+            role = await started(run, r, fresh)
             state = await run.until("filtered trajectories", filtered=5 * 4 * 4)  # the bound allows 4 groups at a time
             assert state.held == 0 and state.counters.failed == 0
             run.phase("finishing")
