@@ -130,3 +130,10 @@ def experts_of(used: Seen, sample: Sample, layers: tuple[int, ...]) -> np.ndarra
             each.append(experts)
         rows.append(each)
     return np.asarray(rows)
+
+
+def scored(layout: Layout, *, hf_dir: str, given: list[Sample], mode: str) -> list[np.ndarray]:
+    """Log-probabilities of every token of `given` under the trainer's weights."""
+    from moe_asyncrl.train.score import score
+
+    return list(score(build(layout, hf_dir), given, temperature=1.0, mode=mode))  # type: ignore[arg-type]

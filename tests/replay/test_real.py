@@ -177,3 +177,32 @@ def test_missing_rows_are_routed_live_only_with_permission_and_are_counted(
     assert found["sums"]["missing"] == len(layers_of(str(engine.model)))
     # The weights are those that sampled, so the live choice is the sampler's.
     assert (experts_of(found["seen"], samples[3], layers_of(str(engine.model))) == np.sort(experts, -1)).all()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout(), id="one"),
+        pytest.param(Layout(dp=2, ep=2), id="ep2"),
+        pytest.param(Layout(pp=2, dp=2, ep=2), id="ep2pp2"),
+        pytest.param(Layout(tp=2), id="tp2"),
+    ],
+)
+def test_with_replay_the_trainers_logprobs_are_the_samplers(
+    pool: WorkerPool, sampled: tuple[TestEngine, list[Sample]], layout: Layout
+) -> None:
+    engine, samples = sampled
+
+    def worst(given: list[Sample]) -> float:
+        found = pool.run(
+            "tests.replay.jobs:scored", layout=layout, hf_dir=str(engine.model), given=given, mode="replay"
+        )
+        return max(
+            float(np.abs(ours[s.trained] - s.sampler_logprobs[s.trained]).max())  # type: ignore[index]
+            for s, ours in zip(samples, found[0], strict=True)
+        )
+
+    assert worst(samples) <= 1e-5
+    # Planted: every layer takes the rows of the layer before it.
+    shifted = [dataclasses.replace(s, experts=np.roll(s.experts, 1, axis=1)) for s in samples]  # type: ignore[arg-type]
+    assert worst(shifted) >= 1e-3
