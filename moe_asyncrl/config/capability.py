@@ -1,7 +1,8 @@
 """What this machine can do, found once at start, and the choices that hang on it.
 
 A `Capabilities` record is made once (`detect_capabilities`) and passed to whoever needs it; beside it only the NCCL
-versions of trainer and engines are looked up, when an update compares them. The choices are pure functions of the record, so that tests check both sides anywhere.
+versions of trainer and engines are looked up, when an update compares them. The choices are pure functions of the
+record, so that tests check both sides anywhere.
 """
 
 from __future__ import annotations

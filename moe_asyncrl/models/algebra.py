@@ -9,6 +9,7 @@ map cannot load one way and export another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,10 +26,7 @@ class HfTensor:
     @property
     def numel(self) -> int:
         """Elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

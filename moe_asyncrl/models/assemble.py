@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -20,7 +21,7 @@ def assemble(shard: Shard, read: Callable[[Block], torch.Tensor], out: torch.Ten
         raise ValueError(f"{shard.entry.name} has shape {tuple(out.shape)}, its shard {shard.shape}")
     blocks = shard.blocks
     with torch.no_grad():
-        if sum(_numel(block.size) for block in blocks) < out.numel():
+        if sum(math.prod(block.size) for block in blocks) < out.numel():
             out.zero_()
         for block in blocks:
             out[block.local_slices].copy_(read(block))
@@ -32,10 +33,3 @@ def disassemble(shard: Shard, local: torch.Tensor) -> Iterator[tuple[Block, torc
         raise ValueError(f"{shard.entry.name} has shape {tuple(local.shape)}, its shard {shard.shape}")
     for block in shard.blocks:
         yield block, local[block.local_slices]
-
-
-def _numel(size: tuple[int, ...]) -> int:
-    count = 1
-    for n in size:
-        count *= n
-    return count

@@ -7,6 +7,7 @@ prompts, then all ranks score the answers twice. An answer with a token of any o
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from moe_asyncrl.train.batch import Sample
 from moe_asyncrl.train.passes import ModelOnRank
 from moe_asyncrl.train.score import score
 from moe_asyncrl.weights.lockstep import Lockstep
+
+log = logging.getLogger(__name__)
 
 LONGEST_ANSWER = 64
 """Tokens; enough to meet every router often, short enough not to hold up the trainer."""
@@ -83,6 +86,9 @@ class Probe:
                 mine = _Answers(answers=(), problem=str(error))
         found = self._lockstep.follow(mine, _Answers)
         if not found.answers:
+            if self._model.rank == 0:
+                why = found.problem or "no answer is of that version alone"
+                log.warning("the KL against version %d was not measured: %s", version, why)
             return None
         samples = [_sample(i, a) for i, a in enumerate(found.answers)]
         temperature = self._recipe.rollout.temperature

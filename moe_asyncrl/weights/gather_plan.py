@@ -7,6 +7,7 @@ matrix under tensor parallelism) is not adjacent and goes through a staging buff
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -100,11 +101,11 @@ def _plan_bucket(entries: Sequence[Entry], spec: ModelSpec, layout: Layout) -> B
                 piece = Piece(shard, block, starts[block.hf.name])
                 if block.size[1:] == block.hf.shape[1:]:
                     start = piece.tensor_start + block.hf_start[0] * (block.hf.numel // block.hf.shape[0])
-                    runs.append((start, start + _numel(block.size), owner, piece))
+                    runs.append((start, start + math.prod(block.size), owner, piece))
                 else:
                     columns.append(piece)
             if columns:
-                staged.append(Message(owner, tuple(columns), sum(_numel(p.block.size) for p in columns), None))
+                staged.append(Message(owner, tuple(columns), sum(math.prod(p.block.size) for p in columns), None))
     return BucketPlan(tuple(tensors), (*_merge(runs), *staged), end)
 
 
@@ -122,10 +123,3 @@ def _merge(runs: list[tuple[int, int, int, Piece]]) -> Iterator[Message]:
         joined = [run for _, run in group]
         start, owner = joined[0][0], joined[0][2]
         yield Message(owner, tuple(run[3] for run in joined), joined[-1][1] - start, start)
-
-
-def _numel(size: tuple[int, ...]) -> int:
-    count = 1
-    for n in size:
-        count *= n
-    return count

@@ -13,17 +13,10 @@ from moe_asyncrl.cluster import gpu_check
 from moe_asyncrl.cluster.gpu_check import PATHS, GpuPath, Result, describe, exit_code, run_path, why_not
 from moe_asyncrl.config.capability import Capabilities
 from moe_asyncrl.data.errors import UserError
+from tests.pool.machine import GPU
 
 ROOT = Path(__file__).resolve().parents[2]
-EVERYTHING = Capabilities(
-    cuda=True,
-    gpu_count=2,
-    nccl=True,
-    transformer_engine=True,
-    apex=True,
-    grouped_gemm=True,
-    fused_weight_gradient=True,
-)
+EVERYTHING = replace(GPU, gpu_count=2)
 
 
 def path_of(function: str) -> GpuPath:

@@ -12,16 +12,8 @@ import pytest
 
 from moe_asyncrl.config import capability
 from moe_asyncrl.config.capability import Capabilities, Choices, choose, detect_capabilities
+from tests.pool.machine import GPU
 
-GPU = Capabilities(
-    cuda=True,
-    gpu_count=8,
-    nccl=True,
-    transformer_engine=True,
-    apex=True,
-    grouped_gemm=True,
-    fused_weight_gradient=True,
-)
 ON_GPU = Choices(
     layers="transformer_engine",
     attention="transformer_engine",

@@ -14,16 +14,8 @@ import pytest
 
 import megatron_patches
 from moe_asyncrl.config.capability import Capabilities
+from tests.pool.machine import GPU
 
-GPU = Capabilities(
-    cuda=True,
-    gpu_count=8,
-    nccl=True,
-    transformer_engine=True,
-    apex=True,
-    grouped_gemm=True,
-    fused_weight_gradient=True,
-)
 NAMES = [patch.name for patch in megatron_patches.PATCHES]
 
 
