@@ -13,7 +13,6 @@ import msgspec
 
 from moe_asyncrl.data.wire import TrajectoryHeader
 
-Role = Literal["trainer", "engine", "rollout", "buffer", "scorer"]
 Phase = Literal["starting", "running", "finishing", "finished", "failed"]
 MemberState = Literal["joining", "serving", "quarantined"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -83,7 +83,7 @@ def covers(runs: tuple[RoutingRun, ...], rows: int) -> bool:
     return at == rows
 
 
-def known_rows(runs: tuple[RoutingRun, ...], rows: int) -> np.ndarray:
+def known_rows(runs: Sequence[RoutingRun], rows: int) -> np.ndarray:
     """bool [rows]: true where the source is not `missing`."""
     known = np.zeros(rows, dtype=bool)
     for run in runs:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_asyncrl.replay.rows import Owner, ReplayMismatch, check_rows
 
-Mode = Literal["off", "replay", "observe"]
+Mode = Literal["off", "replay"]
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -32,8 +32,6 @@ class ReplayStats:
     """Decisions in which today's router would have chosen another set of experts."""
     missing: int
     """Decisions left to today's router because their row is missing."""
-    flipped_by_layer: dict[int, int]
-    """The same by global MoE layer."""
 
 
 @dataclasses.dataclass
@@ -86,12 +84,10 @@ class RouterQueue:
                 f"{scores.shape[0]} tokens with {topk} experts each"
             )
         own: Tensor | None = None
-        if first and c.count_flips:
+        if first:
             with torch.no_grad():
                 own = live()[1]
             self._account(entry, own, indices)
-        if c.mode == "observe":
-            return live()
         if not entry.all_known:
             own = live()[1] if own is None else own
             indices = torch.where(entry.known.to(scores.device)[:, None], indices, own)
@@ -148,12 +144,10 @@ class ReplayController:
         experts_per_token: int,
         recompute: bool,
         rank: int = 0,
-        count_flips: bool = True,
     ) -> None:
         self.mode: Mode = "off"
         self.recompute = recompute
         self.rank = rank
-        self.count_flips = count_flips
         self._moe_layers = moe_layers
         self._num_experts = num_experts
         self._top_k = experts_per_token
@@ -216,12 +210,10 @@ class ReplayController:
                             f"MoE layer {q.layer}, rank {self.rank}: rows of {len(left)} micro-batches were never used "
                             f"in the {kind} pass, the first for {left[0].label}"
                         )
-            by_layer = {q.layer: q.flips() for q in self._queues}
             return ReplayStats(
                 decisions=sum(q.decisions for q in self._queues),
-                flipped=sum(by_layer.values()),
+                flipped=sum(q.flips() for q in self._queues),
                 missing=sum(q.missing for q in self._queues),
-                flipped_by_layer=by_layer,
             )
         finally:
             for q in self._queues:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_asyncrl.data.trajectory import RoutingRun
+from moe_asyncrl.data.validate import known_rows
 
 
 class ReplayMismatch(Exception):
@@ -108,13 +109,12 @@ def coverage(runs: Sequence[RoutingRun], loss_mask: np.ndarray, weight_version: 
     compared with the first sampled token's version.
     """
     rows = len(loss_mask) - 1
-    source = np.zeros(rows, dtype=bool)
+    known = known_rows(runs, rows)
     version = np.full(rows, -1, dtype=np.int64)
     for run in runs:
-        source[run.start : run.end] = run.source != "missing"
         version[run.start : run.end] = run.version
     token_version = _next_sampled_version(loss_mask, weight_version)[1:]
-    return Coverage(rows, int(source.sum()), int((source & (version == token_version)).sum()))
+    return Coverage(rows, int(known.sum()), int((known & (version == token_version)).sum()))
 
 
 def _next_sampled_version(loss_mask: np.ndarray, weight_version: np.ndarray) -> np.ndarray:

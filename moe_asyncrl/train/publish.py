@@ -1,6 +1,6 @@
 """New weights to all engines: the trainer's ranks gather in step, the first one talks to engines and to the run.
 
-    every rank:    follow ─▶ gather ─▶ report ─▶ follow … ─▶ done | failed
+    every rank:    follow ─▶ gather ─▶ report ─▶ follow … ─▶ done | stopped | failed
     first rank:    wait for engines, prepare, pause │ send each bucket │ close, acknowledge, commit, resume
 
 What comes next is decided on the first rank and sent to the others as an `Order`, so that no rank is ever in a
@@ -37,6 +37,8 @@ from moe_asyncrl.weights.loop_thread import LoopThread
 from moe_asyncrl.weights.sender import BucketSender
 from moe_asyncrl.weights.update import Updater
 
+PAUSE_MODES = {"in_flight": "in_place"}
+"""How engines pause, by the recipe's interrupt policy."""
 BLAMELESS_ATTEMPTS = 3
 """Attempts that may fail without any engine being at fault, before the update is given up."""
 
@@ -61,7 +63,7 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """What all ranks do next."""
 
-    kind: Literal["wait", "gather", "done", "failed"]
+    kind: Literal["wait", "gather", "done", "stopped", "failed"]
     reason: str = ""
     report: PublishReport | None = None
 
@@ -93,11 +95,13 @@ class Publisher:
         connect: Callable[[Member], EngineControl] | None = None,
         control: RunControl | None = None,
         events: JsonlWriter | None = None,
+        stop: Callable[[], bool] = lambda: False,
         group: torch.distributed.ProcessGroup | None = None,
         bucket_bytes: int | None = None,
     ) -> None:
         """`connect` (makes the client of one life of an engine), `control` and `events` are for the first rank only.
 
+        `stop` says whether the run is to stop: then no engine is waited for any more.
         `group` has the layout's ranks in its order; the default group if not given. `bucket_bytes` overrides the
         recipe's bucket size.
         """
@@ -109,18 +113,22 @@ class Publisher:
         self._group = group
         self._lockstep = Lockstep(rank, layout.world_size, group)
         self._events = events
+        self._stop = stop
         self._loop: LoopThread | None = None
         if rank == 0:
             if connect is None or control is None:
                 raise ValueError("the first rank needs `connect` and `control`")
             self._loop = LoopThread("weights")
-            self._updater = Updater(host=weights.host, timeout_s=weights.timeout_s)
+            self._updater = Updater(
+                host=weights.host, timeout_s=weights.timeout_s, pause_mode=PAUSE_MODES[weights.interrupt]
+            )
             self._membership = Membership(control, connect, engine.count, engine.start_timeout_s)
             self._sender = BucketSender(self._loop, self._updater)
 
-    def publish(self, version: int) -> PublishReport:
+    def publish(self, version: int) -> PublishReport | None:
         """Bring this rank's weights as `version` to every engine, commit it, and let the engines go on.
 
+        None if the run was told to stop while no engine was there: nothing was committed then.
         Collective over the trainer's ranks. An optimizer's pending parameter gather must have been finished before.
 
         Raises:
@@ -141,6 +149,8 @@ class Publisher:
             order = self._lockstep.follow(order, Order)
             if order.kind == "done" and order.report is not None:
                 return order.report
+            if order.kind == "stopped":
+                return None
             if order.kind == "failed":
                 raise UserError(order.reason) from caught
             if order.kind == "gather":
@@ -171,7 +181,7 @@ class Publisher:
                 return Order(kind="done", report=self._commit(progress))
             members = self._membership.poll()
             if not members:
-                return Order(kind="wait")
+                return Order(kind="stopped" if self._stop() else "wait")
             progress.members = members
             engines = self._loop.call(self._membership.clients(members))
             transport = choose_transport(

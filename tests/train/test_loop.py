@@ -157,6 +157,7 @@ def without(t: Trajectory) -> Trajectory:
 def test_a_row_that_does_not_fit_stops_the_step(
     pool: WorkerPool, model: Path, tmp_path: Path, change: Change, said: str
 ) -> None:
+    """Faults 30 and 34 among them: the field dropped on its way, and rows that the sampler does not have."""
     folder, recipe = run_of(tmp_path / "run", model)
     with pytest.raises(WorkerFailed, match=said) as caught:
         go(pool, folder, recipe, change=change)
