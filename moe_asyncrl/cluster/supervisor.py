@@ -21,6 +21,8 @@ Outcome = Literal["ok", "failed", "stopped"]
 TICK_S = 0.2
 TRAINER_STOP_S = 120.0
 """A step, a checkpoint."""
+LAST_WORD_S = 2.0
+"""Ranks fall one after another: for what the others have to say."""
 FINAL_EVAL_S = 600.0
 ROLE_STOP_S = 20.0
 
@@ -130,8 +132,8 @@ class Supervisor:
         assert self.buffer is not None
         ended = [t for t in self.trainers if t.exit_code not in (None, 0)]
         if ended:
-            # Ranks fall one after another; the one that left a word of its own knows why.
-            wait_all(self.trainers, 2.0)
+            # The one that left a word of its own knows why.
+            wait_all(self.trainers, LAST_WORD_S)
             ended = [t for t in self.trainers if t.exit_code not in (None, 0)]
             named = [t for t in ended if t.error_file.exists()]
             killed = [t for t in ended if (t.exit_code or 0) < 0]
@@ -167,8 +169,13 @@ class Supervisor:
                 return "stopped", "interrupted twice: stopped at once, without a checkpoint"
             if time.monotonic() > deadline:
                 return "failed", f"the trainer did not stop within {duration(TRAINER_STOP_S)}"
+            if any(t.exit_code not in (None, 0) for t in self.trainers):
+                wait_all(self.trainers, LAST_WORD_S)
+                break
             time.sleep(0.05)
-        bad = [t for t in self.trainers if t.exit_code != 0]
+        if any(t.exit_code == -signal.SIGTERM for t in self.trainers):
+            return "stopped", None  # it was told before it could listen: there was nothing to save
+        bad = [t for t in self.trainers if t.exit_code not in (None, 0)]
         return ("failed", bad[0].error()) if bad else ("stopped", None)
 
     # --- end -----------------------------------------------------------------------------------------------------

@@ -55,8 +55,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 class Publish(Protocol):
     """Brings this trainer's weights to the engines as a version; collective."""
 
-    def __call__(self, version: int, /) -> PublishReport:
-        """Raises `UserError` if no engine has them."""
+    def __call__(self, version: int, /) -> PublishReport | None:
+        """None if the run was told to stop first. Raises `UserError` if no engine has them."""
         ...
 
 

@@ -192,7 +192,7 @@ def _go(
             client.set_phase("running")
         supervised_loop(work, examples, start=start)
     else:
-        publish, work.measure = _engines(folder, recipe, state, client, first, resources)
+        publish, work.measure = _engines(folder, recipe, state, client, first, stop, resources)
         work.publish = publish
         publish(start)
         if found is None and recipe.warmup.steps > 0 and recipe.checkpoint.every > 0:
@@ -220,7 +220,13 @@ def _examples(recipe: Recipe, state: Any, first: bool) -> Any:
 
 
 def _engines(
-    folder: RunFolder, recipe: Recipe, state: Any, client: BufferClient, first: bool, resources: ExitStack
+    folder: RunFolder,
+    recipe: Recipe,
+    state: Any,
+    client: BufferClient,
+    first: bool,
+    stop: Callable[[], bool],
+    resources: ExitStack,
 ) -> tuple[Publish, Measure | None]:
     """(publish, probe) on this rank."""
     from moe_asyncrl.engine.client import EngineClient
@@ -245,6 +251,7 @@ def _engines(
         connect=connect if first else None,
         control=client if first else None,
         events=folder.events if first else None,
+        stop=stop,
     )
     resources.callback(publisher.close)
     if recipe.replay.probe_every == 0:

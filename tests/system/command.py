@@ -90,6 +90,11 @@ class Command:
         """Exit code and all output of a command that has ended."""
         return Said(self.process.wait(0), self._out.read_text(), self._err.read_text())
 
+    @property
+    def out(self) -> str:
+        """What it has printed so far."""
+        return self._out.read_text()
+
     def story(self) -> str:
         """For the report of a failed test: all that it printed, and the ends of its roles' logs."""
         parts = [self._out.read_text(), self._err.read_text()]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.system.chain import Chain
 from tests.system.projects import make_model
 
 
@@ -13,3 +15,16 @@ from tests.system.projects import make_model
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An HF directory that nobody changes."""
     return make_model(tmp_path_factory.mktemp("small") / "model")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def chain(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, small_model: Path
+) -> Iterator[Chain | None]:
+    """The run that is broken off again and again. It begins with the first test here, as its tests come last."""
+    if not any("test_whole_run_broken_off" in item.nodeid for item in request.session.items):
+        yield None
+        return
+    running = Chain(tmp_path_factory.mktemp("chain") / "mine", small_model)
+    yield running
+    running.close()

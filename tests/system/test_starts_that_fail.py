@@ -24,6 +24,8 @@ def commands(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Ite
             "port": {"engine": {"base_port": port}},
             "flag": {"engine": {"extra_args": ["--no-such-flag"]}},
             "judge": {"reward": {"function": "rewards:always_fails", "max_consecutive_failures": 24}},
+            "at once": {},
+            "early": {},
             "sft": {
                 "run": {"steps": 20},
                 "algorithm": {"objective": "sft"},
@@ -36,6 +38,11 @@ def commands(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Ite
             for name, sections in recipes.items()
         }
         assert str(port) in (home / "port" / "recipe.yaml").read_text()
+
+
+def newest_checkpoint(command: Command) -> str:
+    """Name of the newest complete checkpoint."""
+    return max(p.parent.name for p in (command.folder / "checkpoints").glob("*/trainer.json"))
 
 
 def failed(command: Command) -> str:
@@ -58,6 +65,29 @@ def test_an_engine_that_dies_at_its_start(commands: dict[str, Command]) -> None:
     """Its own last words are shown."""
     line = failed(commands["flag"])
     assert "engine-0" in line and "unrecognized arguments: --no-such-flag" in line
+
+
+def test_an_interrupt_before_anything_is_ready(commands: dict[str, Command]) -> None:
+    """Too early for the roles to have a say: they are stopped, and that is no failure."""
+    command = commands["at once"]
+    command.until("its first line", lambda: command.process.poll() or command.out)
+    command.interrupt()
+    said = command.wait(60)
+    assert command.none_left() and said.code == 130 and said.err == "", said
+    assert summary(command.folder)["status"] == "stopped"
+
+
+def test_an_interrupt_while_the_engine_starts(commands: dict[str, Command]) -> None:
+    """The trainer, which waits for the engine then, does not wait on."""
+    command = commands["early"]
+    log = command.folder / "logs" / "trainer-0.log"
+    ready = "model and optimizer are there"
+    command.until("the trainer waits", lambda: command.process.poll() or (log.exists() and ready in log.read_text()))
+    command.interrupt()
+    said = command.wait(60)
+    assert command.none_left() and said.code == 130 and said.err == "", said
+    assert summary(command.folder)["status"] == "stopped"
+    assert newest_checkpoint(command) == "step-00000000"
 
 
 def test_supervised_learning_needs_no_engine(commands: dict[str, Command]) -> None:
