@@ -161,3 +161,23 @@ class Trajectory:
         """Version of the oldest sampled token; -1 if none was sampled."""
         sampled = self.weight_version[self.loss_mask]
         return int(sampled.min()) if sampled.size else -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The samples of one prompt instance; advantages are relative to it."""
+
+    index: int
+    attempt: int
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Episode:
+    """Trajectories of several agents or turns that share one outcome. Groups of episodes are built from it.
+
+    On the wire an episode is its trajectories, each with the episode's name in its identity and its own segments.
+    """
+
+    episode: str
+    trajectories: tuple[Trajectory, ...]
