@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -23,6 +24,15 @@ TAG = "MOE_ASYNCRL_TEST"
 START_S = 240.0
 """Longest start of a run, engines included, on a busy machine."""
 LOOK_S = 0.3
+
+
+_prctl = ctypes.CDLL(None).prctl
+
+
+def _die_with_parent() -> None:
+    """In the child: a test session that is killed leaves no run behind (whose roles die with their supervisor)."""
+    pr_set_pdeathsig = 1
+    _prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,7 @@ class Command:
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
+                preexec_fn=_die_with_parent,
                 env={**os.environ, TAG: self._tag, "PYTHONPATH": ""},
             )
 
