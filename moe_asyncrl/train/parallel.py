@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -137,9 +136,6 @@ class ParallelRuntime:
             parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
-            # Models refer to their groups in cycles. Until those are collected each gloo group keeps three threads,
-            # and a process that forms many layouts one after the other ends up with thousands.
-            gc.collect()
 
 
 def seed_everything(seed: int) -> None:

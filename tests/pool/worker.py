@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import inspect
 import os
@@ -59,15 +60,34 @@ class Groups:
         from moe_asyncrl.train.parallel import ParallelRuntime
         from tests.pool.machine import CPU
 
+        if self.runtime is not None and (call.meeting != self.meeting or call.layout != self.runtime.layout):
+            self.runtime.close()
+            drop_groups()
         if call.meeting != self.meeting:
-            if self.runtime is not None:
-                self.runtime.close()
             store = PrefixStore(call.meeting, TCPStore(*call.store, is_master=False))
             self.runtime = ParallelRuntime(
                 CPU, rank=call.rank, world_size=call.world_size, store=store, timeout_s=call.timeout_s
             )
             self.meeting = call.meeting
         self.runtime.setup(call.layout, seed=call.seed)
+
+
+def drop_groups() -> None:
+    """Take the process groups of earlier calls from the models that still hold them: each group has threads of its own.
+
+    Megatron-Core's DistributedDataParallel keeps itself, and so its groups, alive through hooks on autograd nodes, a
+    circle that Python's collector does not see. In a process with one model, as in training, that is no harm.
+    """
+    import torch
+
+    group = torch._C._distributed_c10d.ProcessGroup
+    for held in gc.get_objects():
+        ours = str(type(held).__module__).startswith(("megatron", "moe_asyncrl"))
+        fields = vars(held) if ours and hasattr(held, "__dict__") else held
+        if type(fields) is dict:
+            for name in [n for n, value in fields.items() if isinstance(value, group)]:
+                fields[name] = None
+    gc.collect()
 
 
 def run_call(call: Call, groups: Groups) -> Answer:
@@ -108,6 +128,7 @@ def serve(pipe: Connection, log_path: str, owner: int) -> None:
     os.dup2(log, 2)
     sys.stdout = sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115  the process's own output, open to its end
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)
+    gc.freeze()  # what was imported stays: no search through it when groups are dropped
     groups = Groups()
     while True:
         try:
