@@ -11,6 +11,7 @@ pytest_plugins = ["tests.pool.fixtures", "tests.engines.fixtures"]
 RESIDENT = {"pool", "engine", "engines", "fresh"}
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Name the group of each test that has one."""
     if not config.pluginmanager.hasplugin("xdist"):
