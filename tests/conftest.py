@@ -12,10 +12,8 @@ RESIDENT = {"pool", "engine", "engines", "fresh"}
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Name the group of each test that has one."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
     for item in items:
         if "tests/system/" in item.path.as_posix():
             item.add_marker(pytest.mark.xdist_group("whole-runs"))
