@@ -85,7 +85,6 @@ setup(
             "mypy>=1.11,<3",
             "pytest>=8,<10",
             "pytest-timeout>=2.3,<3",
-            "pytest-xdist>=3.6,<4",
             "ruff>=0.6",
             "types-psutil",
             "types-pyyaml",

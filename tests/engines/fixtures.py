@@ -153,9 +153,7 @@ def _house(config: pytest.Config) -> EngineHouse:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the default server while the first tests run, if any test of this session will use one."""
     used = any("engine" in getattr(item, "fixturenames", ()) for item in session.items)
-    # One of several test processes gets the tests that use it; which one shows with the first of them.
-    alone = not hasattr(session.config, "workerinput")
-    if used and alone and not session.config.option.collectonly:
+    if used and not session.config.option.collectonly:
         _house(session.config).begin(DEFAULT)
 
 
