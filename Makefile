@@ -36,7 +36,7 @@ demo: $(STAMP) ## A tiny mixture-of-experts model learns arithmetic, asynchronou
 # No test needs a package of the operating system. When one does: install it in scripts/setup.sh where that is possible
 # and say there, in one line, which package is missing where it is not.
 test: lint ## Lint, then every test.
-	@bash scripts/test.sh $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff, mypy --strict, import-linter.
 	@$(BIN)/ruff check .
