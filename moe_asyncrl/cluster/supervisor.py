@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from moe_asyncrl.cluster.process import RoleProcess, start_role, stop_roles, wai
 from moe_asyncrl.cluster.progress import Progress, duration
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.messages import Counters, RunState
+from moe_asyncrl.engine.server import free_port
 from moe_asyncrl.telemetry.run_folder import RunFolder
 from moe_asyncrl.telemetry.summary import Summary, TrajectoryCounts, summarize
 
@@ -195,13 +195,6 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._interrupted += 1
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def _counts(state: RunState | None) -> TrajectoryCounts:
