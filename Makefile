@@ -33,9 +33,8 @@ setup: $(STAMP) ## Make .venv with the locked packages (Linux x86-64, Python 3.1
 demo: $(STAMP) ## A tiny mixture-of-experts model learns arithmetic, asynchronously, on this machine.
 	@$(BIN)/moe-asyncrl demo $(ARGS)
 
-# No test needs a package of the operating system. When one does: install it in scripts/setup.sh where that is possible
-# and say there, in one line, which package is missing where it is not.
 test: lint ## Lint, then every test.
+	@bash scripts/system_packages.sh
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff, mypy --strict, import-linter.

@@ -276,6 +276,13 @@ class Eval(Section, frozen=True, kw_only=True):
     """Longest answer, in tokens; as in training if not given."""
 
 
+class Telemetry(Section, frozen=True, kw_only=True):
+    """What a run shows of itself while it runs and afterwards."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events into the run folder."""
+
+
 class Recipe(Section, frozen=True, kw_only=True):
     """Everything that a run is made from."""
 
@@ -294,3 +301,4 @@ class Recipe(Section, frozen=True, kw_only=True):
     replay: Replay = field(default_factory=Replay)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     eval: Eval = field(default_factory=Eval)
+    telemetry: Telemetry = field(default_factory=Telemetry)
