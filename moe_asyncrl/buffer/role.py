@@ -9,6 +9,7 @@ import time
 
 from moe_asyncrl.buffer.endpoint import endpoint_file, write_endpoint
 from moe_asyncrl.buffer.ledger import Limits
+from moe_asyncrl.buffer.look import Look
 from moe_asyncrl.buffer.security import ensure_keys
 from moe_asyncrl.buffer.server import BufferServer
 from moe_asyncrl.buffer.service import BufferService, Timing
@@ -52,7 +53,9 @@ async def _run(folder: RunFolder, recipe: Recipe, timing: Timing, *, quiet_s: fl
         log.info("listening on %s, %s", endpoint.address, service.limits)
         serving = asyncio.create_task(server.serve())
         stopping = asyncio.create_task(stop.wait())
+        look = Look(folder)
         while not stop.is_set():
+            await look.show(service.run_state())
             if serving.done():
                 serving.result()
             if service.state.over and time.monotonic() - server.last_request > quiet_s:

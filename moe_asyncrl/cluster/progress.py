@@ -15,8 +15,7 @@ class Progress:
     """Turns the metrics of this start into lines to print; those of earlier starts of a resumed run are passed over."""
 
     def __init__(self, folder: RunFolder, total_steps: int) -> None:
-        self._tail = JsonlTail(folder.metrics_path)
-        self._tail.read()
+        self._tail = JsonlTail.from_end(folder.metrics_path)
         self._total = total_steps
         self._rollout: dict[str, Any] = {}
         self._probe: dict[str, Any] = {}

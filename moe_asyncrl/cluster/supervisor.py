@@ -10,6 +10,7 @@ from typing import Literal
 
 from moe_asyncrl.cluster.process import RoleProcess, start_role, stop_roles, wait_all
 from moe_asyncrl.cluster.progress import Progress, duration
+from moe_asyncrl.cluster.state import close_state, get_state
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.messages import Counters, RunState
 from moe_asyncrl.engine.server import free_port
@@ -60,6 +61,7 @@ class Supervisor:
                 error = "the supervisor itself failed; its traceback is above"
             state = self._final_state()
             self._stop_everything()
+            close_state(self.folder, failed=outcome == "failed", error=error)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             summary = summarize(
@@ -184,8 +186,6 @@ class Supervisor:
         """The run's state for the account, while the buffer still answers."""
         if self.buffer is None or self.buffer.exit_code is not None:
             return None
-        from moe_asyncrl.cluster.state import get_state
-
         return get_state(self.folder, deadline_s=3.0)
 
     def _stop_everything(self) -> None:

@@ -279,8 +279,18 @@ class Eval(Section, frozen=True, kw_only=True):
 class Telemetry(Section, frozen=True, kw_only=True):
     """What a run shows of itself while it runs and afterwards."""
 
+    console: Literal["auto", "plain"] = "auto"
+    """`auto` draws a live panel where standard output is a terminal; `plain` prints lines everywhere."""
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
+    prometheus: bool = False
+    """Serve figures of each role for Prometheus, and say where in the run folder's `endpoints/prometheus`."""
+    prometheus_host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
+    """Address that these listen on, without authentication; the system chooses the ports."""
+    wandb: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    """W&B project that the figures are sent to, if wandb is installed; none if not given."""
+    mlflow: Annotated[str, Meta(min_length=1)] | None = None
+    """MLflow tracking URI (an address or a database) that the figures are sent to, if mlflow is installed."""
 
 
 class Recipe(Section, frozen=True, kw_only=True):

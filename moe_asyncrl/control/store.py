@@ -36,6 +36,20 @@ def record_of(state: ControlState) -> ControlRecord:
     )
 
 
+def close_record(path: Path, phase: Phase, error: str | None) -> None:
+    """Write into `control.json` how the run ended, when its own process can no longer say so.
+
+    Only for who has seen that process end. A file that is not there or cannot be read is left as it is.
+    """
+    try:
+        record = msgspec.json.decode(path.read_bytes(), type=ControlRecord)
+    except (OSError, msgspec.MsgspecError):
+        return
+    if record.schema == 1:
+        closed = msgspec.structs.replace(record, phase=phase, error=error)
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(closed), indent=2))
+
+
 class ControlStore:
     """`control.json` of one run."""
 

@@ -9,6 +9,9 @@ from typing import Any
 
 import msgspec
 
+LOOK_BACK = 64 * 1024
+"""Bytes read at once when the last line's end is looked for."""
+
 
 def _plain(value: Any) -> Any:
     if hasattr(value, "item"):
@@ -39,22 +42,71 @@ class JsonlWriter:
 
 
 class JsonlTail:
-    """Reads records that were appended since the last call; a line that is still being written waits for the next."""
+    """Reads records that were appended since the last call; a line that is still being written waits for the next.
 
-    def __init__(self, path: Path) -> None:
+    A line that is no JSON object is passed over and counted: whoever looks on must not fall over it.
+    """
+
+    def __init__(self, path: Path, *, offset: int = 0) -> None:
+        """Begin at byte `offset`, which must be the start of a line."""
         self._path = path
-        self._offset = 0
+        self.offset = offset
+        """Start of the first line that was not read yet, in bytes."""
+        self.bad = 0
+        """Lines that were passed over."""
 
-    def read(self) -> list[dict[str, Any]]:
-        """New records, in order."""
-        if not self._path.exists():
+    @classmethod
+    def from_end(cls, path: Path, *, last_bytes: int = 0) -> JsonlTail:
+        """Begin with the first line that starts in the last `last_bytes` bytes; with 0, behind the last whole line."""
+        if not path.exists():
+            return cls(path)
+        with path.open("rb") as f:
+            size = f.seek(0, os.SEEK_END)
+            if last_bytes >= size:
+                return cls(path)
+            if last_bytes > 0:
+                # The byte before tells whether the place is the start of a line.
+                f.seek(size - last_bytes - 1)
+                f.readline(last_bytes + 1)
+                return cls(path, offset=f.tell())
+            at = size
+            while at > 0:
+                block = min(at, LOOK_BACK)
+                f.seek(at - block)
+                newline = f.read(block).rfind(b"\n")
+                if newline >= 0:
+                    return cls(path, offset=at - block + newline + 1)
+                at -= block
+            return cls(path)
+
+    def read(self, limit: int | None = None, *, only: bytes | None = None) -> list[dict[str, Any]]:
+        """New records, in order; with `limit`, those in about so many bytes (0 records: nothing new).
+
+        Lines without the bytes `only` are passed over before they are read as JSON.
+        """
+        try:
+            with self._path.open("rb") as f:
+                f.seek(self.offset)
+                block = f.read(limit) if limit is not None else f.read()
+                if limit is not None and len(block) == limit:
+                    block += f.readline()
+        except FileNotFoundError:
             return []
-        with self._path.open("rb") as f:
-            f.seek(self._offset)
-            block = f.read()
         end = block.rfind(b"\n") + 1
-        self._offset += end
-        return [msgspec.json.decode(line) for line in block[:end].splitlines() if line.strip()]
+        self.offset += end
+        found = []
+        for line in block[:end].splitlines():
+            if only is not None and only not in line:
+                continue
+            try:
+                record = msgspec.json.decode(line)
+            except msgspec.DecodeError:
+                record = None
+            if isinstance(record, dict):
+                found.append(record)
+            elif line.strip():
+                self.bad += 1
+        return found
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:

@@ -12,14 +12,18 @@ import msgspec
 from moe_asyncrl.telemetry.jsonl import JsonlWriter
 
 
-def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Write a small file so that a reader sees the old bytes or the new ones, never a part."""
+def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, durable: bool = True) -> None:
+    """Write a small file so that a reader sees the old bytes or the new ones, never a part.
+
+    Without `durable` a crash of the machine may leave the file empty: for what is only looked at.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         os.write(fd, data)
-        os.fsync(fd)
+        if durable:
+            os.fsync(fd)
     finally:
         os.close(fd)
     os.replace(temporary, path)
@@ -84,6 +88,21 @@ class RunFolder:
     def control_json(self) -> Path:
         """Epoch, version and phase, as last known."""
         return self.path / "control.json"
+
+    @property
+    def state_json(self) -> Path:
+        """The run's state with its engines, for those who look on; at most a second old while the run goes on."""
+        return self.path / "state.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard events."""
+        return self.path / "tensorboard"
+
+    @property
+    def prometheus_targets(self) -> Path:
+        """One file for each role, as Prometheus' `file_sd_configs` reads them."""
+        return self.endpoints / "prometheus"
 
     @property
     def summary(self) -> Path:

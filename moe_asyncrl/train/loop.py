@@ -379,4 +379,5 @@ def _policy_fields(step: int, groups: tuple[HeldGroup, ...], plan: BatchPlan, do
         "unscored": plan.unscored,
         "staleness_mean": sum(staleness) / len(staleness) if staleness else None,
         "staleness_max": max(staleness, default=None),
+        "staleness_counts": {str(lag): staleness.count(lag) for lag in sorted(set(staleness))},
     }
