@@ -5,6 +5,8 @@ object holds one target at a time and needs its action switched between forward 
 schedule never does. Ours is a pair of queues for each router: the forward pass takes from the first; if the layer is
 recomputed, the row moves to the second, and the recomputation takes it from there. Recomputation runs with gradients
 enabled, the checkpointed forward pass without, so no schedule has to tell us which of the two it is.
+
+`observe` queues rows in the same way but routes live: it counts how far the trainer's own choice is from the rows.
 """
 
 from __future__ import annotations
@@ -19,19 +21,47 @@ from torch import Tensor
 
 from moe_asyncrl.replay.rows import Owner, ReplayMismatch, check_rows
 
-Mode = Literal["off", "replay"]
+Mode = Literal["off", "replay", "observe"]
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
-class ReplayStats:
-    """Counts of one pass on this rank, padding excluded. A decision is one token in one MoE layer of this rank."""
+class LayerStats:
+    """Counts of one pass in one MoE layer on this rank, padding excluded. A decision is one token there."""
 
+    layer: int
+    """Number among the MoE layers of the whole model."""
     decisions: int
     flipped: int
-    """Decisions in which today's router would have chosen another set of experts."""
+    """Decisions in which today's router would have chosen another set of experts than its row has."""
     missing: int
     """Decisions left to today's router because their row is missing."""
+    given: Tensor | None = None
+    """Tokens of each expert by the rows, int64 [experts]; only after `observe`."""
+    own: Tensor | None = None
+    """Tokens of each expert by today's router, for the same tokens; only after `observe`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayStats:
+    """Counts of one pass on this rank, by MoE layer; the sums are over layers."""
+
+    layers: tuple[LayerStats, ...]
+
+    @property
+    def decisions(self) -> int:
+        """Decisions of this rank's routers."""
+        return sum(each.decisions for each in self.layers)
+
+    @property
+    def flipped(self) -> int:
+        """Decisions in which today's router would have chosen otherwise."""
+        return sum(each.flipped for each in self.layers)
+
+    @property
+    def missing(self) -> int:
+        """Decisions left to today's router."""
+        return sum(each.missing for each in self.layers)
 
 
 @dataclasses.dataclass
@@ -56,8 +86,7 @@ class RouterQueue:
         self._controller = controller
         self.forward: deque[_Entry] = deque()
         self.recompute: deque[_Entry] = deque()
-        self.decisions = self.missing = 0
-        self._flips: list[Tensor] = []
+        self.clear()
 
     def get_replay_topk(
         self,
@@ -83,6 +112,12 @@ class RouterQueue:
                 f"{entry.label}, MoE layer {self.layer}, rank {c.rank}: {list(indices.shape)} experts given for "
                 f"{scores.shape[0]} tokens with {topk} experts each"
             )
+        if c.mode == "observe":
+            chosen = live()
+            if first:
+                self._account(entry, chosen[1], indices)
+                self._weigh(entry, chosen[1], indices)
+            return chosen
         own: Tensor | None = None
         if first:
             with torch.no_grad():
@@ -113,19 +148,34 @@ class RouterQueue:
         differs = (own.sort(-1).values != given.sort(-1).values).any(-1)
         known = entry.known.to(own.device)
         self._flips.append((differs & known & counted).sum())
-        self.decisions += entry.counted_total
-        self.missing += entry.missing_total
+        self._decisions += entry.counted_total
+        self._missing += entry.missing_total
 
-    def flips(self) -> int:
-        """Flipped decisions so far (one synchronisation with the device)."""
-        return int(torch.stack(self._flips).sum()) if self._flips else 0
+    def _weigh(self, entry: _Entry, own: Tensor, given: Tensor) -> None:
+        """Count tokens by expert on both sides: those that have a row and are no padding."""
+        on = (entry.known & entry.counted).to(own.device)
+        loads = [torch.bincount(side[on].flatten(), minlength=self._controller.num_experts) for side in (given, own)]
+        self._loads.append(torch.stack(loads))
+
+    def stats(self) -> LayerStats:
+        """What was counted so far (synchronises with the device)."""
+        given, own = torch.stack(self._loads).sum(0).cpu() if self._loads else (None, None)
+        return LayerStats(
+            layer=self.layer,
+            decisions=self._decisions,
+            flipped=int(torch.stack(self._flips).sum()) if self._flips else 0,
+            missing=self._missing,
+            given=given,
+            own=own,
+        )
 
     def clear(self) -> None:
         """Forget rows and counts."""
         self.forward.clear()
         self.recompute.clear()
-        self.decisions = self.missing = 0
-        self._flips = []
+        self._decisions = self._missing = 0
+        self._flips: list[Tensor] = []
+        self._loads: list[Tensor] = []
 
 
 class ReplayController:
@@ -149,7 +199,7 @@ class ReplayController:
         self.recompute = recompute
         self.rank = rank
         self._moe_layers = moe_layers
-        self._num_experts = num_experts
+        self.num_experts = num_experts
         self._top_k = experts_per_token
         self._queues = [RouterQueue(layer, self) for layer, _ in routers]
         for queue, (_, router) in zip(self._queues, routers, strict=True):
@@ -189,7 +239,7 @@ class ReplayController:
                 "set replay.allow_missing to route it live"
             )
         mine = rows[:, list(self.layers)] if len(self._queues) != self._moe_layers else rows
-        check_rows(mine, known, owners, num_experts=self._num_experts, layers=self.layers, rank=self.rank)
+        check_rows(mine, known, owners, num_experts=self.num_experts, layers=self.layers, rank=self.rank)
         counted = torch.ones_like(known) if counted is None else counted
         label = ", ".join(f"trajectory {o.name}" for o in owners[:3]) + (" and more" if len(owners) > 3 else "")
         total, missing, all_known = int(counted.sum()), int((counted & ~known).sum()), bool(known.all())
@@ -210,11 +260,7 @@ class ReplayController:
                             f"MoE layer {q.layer}, rank {self.rank}: rows of {len(left)} micro-batches were never used "
                             f"in the {kind} pass, the first for {left[0].label}"
                         )
-            return ReplayStats(
-                decisions=sum(q.decisions for q in self._queues),
-                flipped=sum(q.flips() for q in self._queues),
-                missing=sum(q.missing for q in self._queues),
-            )
+            return ReplayStats(tuple(q.stats() for q in self._queues))
         finally:
             for q in self._queues:
                 q.clear()

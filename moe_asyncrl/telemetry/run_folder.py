@@ -30,7 +30,7 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, durable: bool = 
 
 
 class RunFolder:
-    """Names of the files in one run's folder. Holds no state but the two open writers."""
+    """Names of the files in one run's folder. Holds no state but the open writers."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).resolve()
@@ -59,6 +59,16 @@ class RunFolder:
     def events(self) -> JsonlWriter:
         """Writer of `events.jsonl`."""
         return JsonlWriter(self.events_path)
+
+    @property
+    def routing_path(self) -> Path:
+        """JSON lines, one a probe: flips and expert loads of each MoE layer, sampler's and trainer's."""
+        return self.path / "routing.jsonl"
+
+    @cached_property
+    def routing(self) -> JsonlWriter:
+        """Writer of `routing.jsonl`."""
+        return JsonlWriter(self.routing_path)
 
     @property
     def logs(self) -> Path:

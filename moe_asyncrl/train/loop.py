@@ -31,7 +31,9 @@ from moe_asyncrl.train.metrics import StepMetrics, combined
 from moe_asyncrl.train.objective import PolicyObjective, SupervisedObjective
 from moe_asyncrl.train.optimizer import forget_moments
 from moe_asyncrl.train.plan import BatchPlan, crossover_length, plan_batch
+from moe_asyncrl.train.probe import Measured
 from moe_asyncrl.train.publish import PublishReport
+from moe_asyncrl.train.routing import routing_record
 from moe_asyncrl.train.score import logprobs_of_batches
 from moe_asyncrl.train.sft import Examples, micro_batches_of
 from moe_asyncrl.train.step import update
@@ -63,8 +65,8 @@ class Publish(Protocol):
 class Measure(Protocol):
     """Measures the trainer-sampler KL right after the trainer's weights were published as `version`; collective."""
 
-    def __call__(self, version: int, /) -> dict[str, Any] | None:
-        """Figures for `metrics.jsonl`; None where nothing could be measured."""
+    def __call__(self, version: int, /) -> Measured | None:
+        """What was found; None where nothing could be measured."""
         ...
 
 
@@ -185,7 +187,7 @@ def reinforce(run: TrainRun, *, start: int) -> Ended:
         if run.first:
             result: ConsumedResult = run.client.consumed(step + 1)
             run.cursor, run.counters = result.cursor, result.counters
-        fields = _policy_fields(step, groups, plan, done)
+        fields = _policy_fields(step, plan, done)
         due = (step + 1) % r.weights.every == 0 or step + 1 == r.run.steps
         report = run.publish(step + 1) if due and run.publish is not None else None
         if report is not None:
@@ -214,8 +216,15 @@ def reinforce(run: TrainRun, *, start: int) -> Ended:
             with span(run.folder.events, f"trainer-{run.rank}", "probe", step=step + 1):
                 found = run.measure(step + 1)
             if found is not None:
-                run.record("probe", **{"step": step + 1, "version": step + 1, **found})
+                record_probe(run, step + 1, found)
     return "done"
+
+
+def record_probe(run: TrainRun, step: int, found: Measured) -> None:
+    """Write what a probe after `step` found: figures to the metrics, routing to a file of its own."""
+    run.record("probe", step=step, version=step, kl_replay=found.kl_replay, kl_live=found.kl_live, tokens=found.tokens)
+    if run.first and found.routing is not None:
+        run.folder.routing.append(routing_record(step, step, found.routing))
 
 
 def next_batch(run: TrainRun, step: int) -> tuple[HeldGroup, ...] | None:
@@ -364,8 +373,8 @@ def _step_fields(done: StepMetrics) -> dict[str, Any]:
     return fields
 
 
-def _policy_fields(step: int, groups: tuple[HeldGroup, ...], plan: BatchPlan, done: StepMetrics) -> dict[str, Any]:
-    headers = [h for g in groups for h in g.headers if h.oldest_version >= 0]
+def _policy_fields(step: int, plan: BatchPlan, done: StepMetrics) -> dict[str, Any]:
+    headers = [h for update in plan.updates for h in update.headers]
     staleness = [step - h.oldest_version for h in headers]
     fields = _step_fields(done)
     del fields["trained_tokens_per_s"]
@@ -379,5 +388,6 @@ def _policy_fields(step: int, groups: tuple[HeldGroup, ...], plan: BatchPlan, do
         "unscored": plan.unscored,
         "staleness_mean": sum(staleness) / len(staleness) if staleness else None,
         "staleness_max": max(staleness, default=None),
+        "staleness_histogram": [staleness.count(lag) for lag in range(max(staleness, default=-1) + 1)],
         "staleness_counts": {str(lag): staleness.count(lag) for lag in sorted(set(staleness))},
     }

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,8 +20,10 @@ from moe_asyncrl.data.errors import EngineLost, UserError
 from moe_asyncrl.data.messages import Member, RunState
 from moe_asyncrl.engine.client import EngineClient
 from moe_asyncrl.engine.completion import Completion, GenerateRequest, sampling_params
+from moe_asyncrl.replay.controller import Mode, ReplayStats
 from moe_asyncrl.train.batch import Sample
 from moe_asyncrl.train.passes import ModelOnRank
+from moe_asyncrl.train.routing import RoutingCounts, routing_counts
 from moe_asyncrl.train.score import score
 from moe_asyncrl.weights.lockstep import Lockstep
 
@@ -52,6 +53,67 @@ class _Answers(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What one probe found."""
+
+    kl_replay: float | None
+    """Mean k3 between sampler and trainer with routing replayed, in nats a token; None for a dense model."""
+    kl_live: float
+    """The same with the trainer's own routing."""
+    tokens: int
+    """Sampled tokens that both are means over."""
+    routing: RoutingCounts | None
+    """Both sides' routing, from the live pass; None for a dense model."""
+
+
+def measure(
+    model: ModelOnRank,
+    samples: Sequence[Sample],
+    *,
+    temperature: float,
+    allow_missing: bool,
+    micro_batch_tokens: int,
+) -> Measured:
+    """Score the samples with routing replayed and live, and compare with their sampler. Collective.
+
+    The live pass has the sampler's rows at hand, so that it also counts in what the two routings differ.
+
+    Raises:
+        ReplayMismatch: routing rows do not fit, or are missing without permission.
+    """
+
+    def scored(mode: Mode) -> tuple[float, ReplayStats | None]:
+        found, stats = score(
+            model,
+            samples,
+            temperature=temperature,
+            mode=mode,
+            allow_missing=allow_missing,
+            micro_batch_tokens=micro_batch_tokens,
+        )
+        each = [
+            k3(
+                torch.from_numpy(s.sampler_logprobs[s.trained]).double(),  # type: ignore[index]
+                torch.from_numpy(ours[s.trained]).double(),
+            )
+            for s, ours in zip(samples, found, strict=True)
+        ]
+        return float(torch.cat(each).mean()), stats
+
+    kl_replay: float | None = None
+    routing: RoutingCounts | None = None
+    if model.router_shape is None:
+        kl_live, _ = scored("off")
+    else:
+        kl_replay, _ = scored("replay")
+        kl_live, stats = scored("observe")
+        assert stats is not None
+        routing = routing_counts(stats, model.spec, model.device)
+    return Measured(
+        kl_replay=kl_replay, kl_live=kl_live, tokens=sum(int(s.trained.sum()) for s in samples), routing=routing
+    )
+
+
 class Probe:
     """One per trainer rank; all ranks make the same calls."""
 
@@ -72,11 +134,10 @@ class Probe:
         self._prompts, self._state, self._connect = prompts, state, connect
         self._lockstep = Lockstep(model.rank, model.layout.world_size, None)
 
-    def measure(self, version: int) -> dict[str, Any] | None:
-        """`kl_replay` and `kl_live` (mean k3 in nats a token), `tokens`, on all ranks; None if no engine answered.
+    def measure(self, version: int) -> Measured | None:
+        """Sample and measure, on all ranks; None if no engine answered.
 
-        `kl_replay` is None for a dense model. Collective. The committed version must be `version`, and the trainer's
-        weights those.
+        Collective. The committed version must be `version`, and the trainer's weights those.
         """
         mine: _Answers | None = None
         if self._model.rank == 0:
@@ -90,34 +151,13 @@ class Probe:
                 why = found.problem or "no answer is of that version alone"
                 log.warning("the KL against version %d was not measured: %s", version, why)
             return None
-        samples = [_sample(i, a) for i, a in enumerate(found.answers)]
-        temperature = self._recipe.rollout.temperature
-        tokens = self._recipe.trainer.micro_batch_tokens
-
-        def mean_k3(mode: Any) -> float:
-            scored = score(
-                self._model,
-                samples,
-                temperature=temperature,
-                mode=mode,
-                allow_missing=self._recipe.replay.allow_missing,
-                micro_batch_tokens=tokens,
-            )
-            each = [
-                k3(
-                    torch.from_numpy(s.sampler_logprobs[s.trained]).double(),  # type: ignore[index]
-                    torch.from_numpy(ours[s.trained]).double(),
-                )
-                for s, ours in zip(samples, scored, strict=True)
-            ]
-            return float(torch.cat(each).mean())
-
-        return {
-            "version": version,
-            "kl_replay": mean_k3("replay") if self._model.router_shape is not None else None,
-            "kl_live": mean_k3("off"),
-            "tokens": sum(int(s.trained.sum()) for s in samples),
-        }
+        return measure(
+            self._model,
+            [_sample(i, a) for i, a in enumerate(found.answers)],
+            temperature=self._recipe.rollout.temperature,
+            allow_missing=self._recipe.replay.allow_missing,
+            micro_batch_tokens=self._recipe.trainer.micro_batch_tokens,
+        )
 
     def _sample(self, version: int) -> _Answers:
         """The engine's answers, on the first rank. Raises `UserError` or `EngineLost`."""

@@ -50,13 +50,15 @@ def score(
     mode: Mode = "off",
     allow_missing: bool = False,
     micro_batch_tokens: int = 8192,
-) -> list[npt.NDArray[np.float32]]:
+) -> tuple[list[npt.NDArray[np.float32]], ReplayStats | None]:
     """Log-probability of every token of the samples; float32 [T] each, NaN for the first token. The same on all ranks.
+
+    The second value is what this rank's routers counted; None in mode `off`.
 
     Collective: every rank gives the same samples, and computes its data-parallel share of them.
 
     Raises:
-        ReplayMismatch: routing rows do not fit, or are missing without permission (mode `replay`).
+        ReplayMismatch: routing rows do not fit, or are missing without permission (modes `replay` and `observe`).
     """
     lengths = [len(s.tokens) - 1 for s in samples]
     at = model.layout.coordinates(model.rank)
@@ -74,7 +76,7 @@ def score(
         )
         for numbers in mine
     ]
-    found, _ = logprobs_of_batches(model, batches, temperature=temperature, mode=mode, allow_missing=allow_missing)
+    found, stats = logprobs_of_batches(model, batches, temperature=temperature, mode=mode, allow_missing=allow_missing)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     # One rank of each data-parallel replica has the numbers; summed with the zeros of all others, everyone has them.
     everything = torch.zeros(int(starts[-1]), dtype=torch.float32, device=model.device)
@@ -86,4 +88,5 @@ def score(
                 place += lengths[i]
     dist.all_reduce(everything)
     flat = everything.cpu().numpy()
-    return [np.concatenate([[np.float32("nan")], flat[a:b]]).astype(np.float32) for a, b in pairwise(starts)]
+    whole = [np.concatenate([[np.float32("nan")], flat[a:b]]).astype(np.float32) for a, b in pairwise(starts)]
+    return whole, stats

@@ -136,4 +136,4 @@ def scored(layout: Layout, *, hf_dir: str, given: list[Sample], mode: str) -> li
     """Log-probabilities of every token of `given` under the trainer's weights."""
     from moe_asyncrl.train.score import score
 
-    return list(score(build(layout, hf_dir), given, temperature=1.0, mode=mode))  # type: ignore[arg-type]
+    return score(build(layout, hf_dir), given, temperature=1.0, mode=mode)[0]  # type: ignore[arg-type]
