@@ -60,6 +60,20 @@ def skip_freeze(*args: Any, **kwargs: Any) -> None:
     """The server asks itself before it listens, and logs a traceback; our launcher asks when it does listen."""
 
 
+def fork_children(*args: Any, **kwargs: Any) -> None:
+    """Let the server's main process fork its scheduler and detokenizer.
+
+    SGLang spawns them because CUDA does not survive a fork. Here nothing has run yet, and a fork saves each child the
+    ten seconds in which it would import everything again. A thread would be missing in the children, perhaps with a
+    lock that it holds; so with one, which was not seen, they are spawned.
+    """
+    import multiprocessing
+    import os
+
+    if len(os.listdir("/proc/self/task")) == 1:
+        multiprocessing.set_start_method("fork", force=True)
+
+
 def register_cpu() -> None:
     """Register every hook with SGLang, once per process (SGLang calls plugins once).
 
@@ -74,9 +88,10 @@ def register_cpu() -> None:
     hooks = list(HOOKS)
     if multiprocessing.parent_process() is None:
         # Only the server's main process has this module loaded.
-        hooks.append(
-            ("sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup", "replace", "cpu:skip_freeze")
-        )
+        hooks += [
+            ("sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup", "replace", "cpu:skip_freeze"),
+            ("sglang.srt.entrypoints.engine._set_envs_and_config", "after", "cpu:fork_children"),
+        ]
     for target, kind, where in hooks:
         module, function = where.split(":")
         hook = getattr(importlib.import_module(f"moe_asyncrl.engine.plugin.{module}"), function)

@@ -144,7 +144,23 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             fill(module)
 
 
+class AbsentFinder(importlib.abc.MetaPathFinder):
+    """Says that Megatron-Core is not installed, also where it is.
+
+    SGLang's debug dumper imports it if it can, for trainers that dump through it. An engine never trains, and the
+    import costs each server two seconds.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.split(".")[0] == "megatron":
+            raise ModuleNotFoundError(f"No module named {fullname!r} (engines do not load the trainer)", name=fullname)
+        return None
+
+
 def install() -> None:
-    """Add the finder, once, behind every real finder."""
+    """Add the finders, once: what must be absent before every real finder, the stand-ins behind."""
     if not any(isinstance(f, StandInFinder) for f in sys.meta_path):
+        sys.meta_path.insert(0, AbsentFinder())
         sys.meta_path.append(StandInFinder())
