@@ -22,10 +22,13 @@ CORE = [
     "msgspec>=0.18,<1",
     "numpy>=1.26,<3",
     "nvidia-ml-py>=12",
+    "prometheus-client>=0.20,<1",
     "psutil>=5.9",
     "pyyaml>=6,<7",
     "pyzmq>=26,<28",
+    "rich>=13.7,<16",
     "safetensors>=0.4.3,<1",
+    "tensorboard>=2.18,<3",
     "xxhash>=3.4,<5",
 ]
 
@@ -44,7 +47,6 @@ SGLANG_ON_CPU = [
     "packaging",
     "partial-json-parser",
     "pillow",
-    "prometheus-client",
     "pybase64",
     "pydantic>=2,<3",
     "python-multipart",
@@ -82,12 +84,14 @@ setup(
         "dev": [
             "hypothesis>=6.100",
             "import-linter>=2.1,<3",
+            "mlflow-skinny>=3,<4",
             "mypy>=1.11,<3",
             "pytest>=8,<10",
             "pytest-timeout>=2.3,<3",
             "ruff>=0.6",
             "types-psutil",
             "types-pyyaml",
+            "wandb>=0.18,<1",
         ],
     },
     entry_points={

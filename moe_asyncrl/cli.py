@@ -47,6 +47,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("out", help="directory to make")
     p.add_argument("--step", type=int, help="checkpoint to take (default: the newest complete one)")
 
+    p = add("top", _top, "Show how a run stands, now and as it goes on.")
+    p.add_argument("run", help="run folder, for example runs/latest; also of a run that is over")
+    p.add_argument("--once", action="store_true", help="show it once and end")
+
     p = add("role", _role, "Run one role of a run (what `run` and Slurm start).")
     p.add_argument("role", choices=ROLES)
     p.add_argument("--run", required=True, metavar="DIR", help="run folder")
@@ -84,6 +88,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _supervise(recipe: object) -> int:
+    from moe_asyncrl.cluster.face import face_for
     from moe_asyncrl.cluster.run_setup import absolute, create_run_folder, find_resumable, preflight
     from moe_asyncrl.cluster.supervisor import Supervisor
     from moe_asyncrl.config.recipe import Recipe
@@ -92,7 +97,7 @@ def _supervise(recipe: object) -> int:
     recipe = absolute(recipe, Path.cwd())
     preflight(recipe)
     folder = find_resumable(recipe) if recipe.run.resume else create_run_folder(recipe)
-    summary = Supervisor(folder, recipe).run()
+    summary = Supervisor(folder, recipe, face=face_for(folder, recipe)).run()
     print(_closing(summary, folder.path), flush=True)
     if summary.status == "failed":
         print(f"moe-asyncrl: {summary.error}", file=sys.stderr)
@@ -145,6 +150,12 @@ def _export(args: argparse.Namespace) -> int:
 
     print(export_run(args.run, args.out, step=args.step))
     return 0
+
+
+def _top(args: argparse.Namespace) -> int:
+    from moe_asyncrl.cluster.top import top
+
+    return top(args.run, once=args.once)
 
 
 def _role(args: argparse.Namespace) -> int:

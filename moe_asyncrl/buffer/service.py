@@ -164,7 +164,8 @@ class BufferService:
                 self._set(control.join(self.state, r.member, now))
                 return self.run_state(r.request), ()
             case Leave():
-                log.warning("%s (incarnation %d) left: %s", r.name, r.incarnation, r.reason)
+                level = logging.INFO if r.reason == "stopped" else logging.WARNING
+                log.log(level, "%s (incarnation %d) left: %s", r.name, r.incarnation, r.reason)
                 self._set(control.leave(self.state, MemberId(name=r.name, incarnation=r.incarnation)))
                 return Done(request=r.request), ()
             case AskTickets():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from moe_asyncrl.telemetry.figures import duration, number
 from moe_asyncrl.telemetry.jsonl import JsonlTail
 from moe_asyncrl.telemetry.run_folder import RunFolder
 
@@ -49,31 +50,36 @@ class Progress:
             took = now - self._last
             self._pace = took if self._pace is None else 0.9 * self._pace + 0.1 * took
         self._last = now
-        parts = [f"step {m['step']:>4}/{self._total}"]
-        for label, value, form in (
-            ("reward", m.get("reward"), ".3f"),
-            ("loss", m.get("loss") if m.get("reward") is None else None, ".4f"),
-            ("accuracy", self._accuracy, ".3f"),
-            ("train tok/s", m.get("trained_tokens_per_s"), ",.0f"),
-            ("sample tok/s", self._rollout.get("sampled_tokens_per_s"), ",.0f"),
-            ("staleness", m.get("staleness_mean"), ".2f"),
-        ):
-            if value is not None:
-                parts.append(f"{label} {value:{form}}")
-        if m.get("buffer_held") is not None:
-            parts.append(f"buffer {m['buffer_held']}/{m['buffer_capacity']}")
-        if m.get("coverage") is not None:
-            parts.append(f"coverage {m['coverage']:.3f} flips {m['flip_rate']:.4f}")
-        if self._probe.get("kl_replay") is not None:
-            parts.append(f"KL {self._probe['kl_replay']:.1e} (live {self._probe['kl_live']:.1e})")
-        if self._pace is not None:
-            parts.append(f"ETA {duration(self._pace * (self._total - int(m['step'])))}")
-        return "  ".join(parts)
+        eta = None if self._pace is None else self._pace * (self._total - int(m["step"]))
+        return step_line(m, self._total, self._rollout, self._probe, self._accuracy, eta)
 
 
-def duration(seconds: float) -> str:
-    """`75` -> `1m15s`."""
-    whole = round(max(0.0, seconds))
-    hours, rest = divmod(whole, 3600)
-    minutes, secs = divmod(rest, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{secs:02d}s" if minutes else f"{secs}s"
+def step_line(
+    m: dict[str, Any],
+    total: int,
+    rollout: dict[str, Any],
+    probe: dict[str, Any],
+    accuracy: float | None,
+    eta_s: float | None,
+) -> str:
+    """One step as a line: its record, the newest of the other kinds, and the seconds to the end."""
+    parts = [f"step {m['step']:>4}/{total}"]
+    for label, value, form in (
+        ("reward", m.get("reward"), ".3f"),
+        ("loss", m.get("loss") if m.get("reward") is None else None, ".4f"),
+        ("accuracy", accuracy, ".3f"),
+        ("train tok/s", m.get("trained_tokens_per_s"), ",.0f"),
+        ("sample tok/s", rollout.get("sampled_tokens_per_s"), ",.0f"),
+        ("staleness", m.get("staleness_mean"), ".2f"),
+    ):
+        if value is not None:
+            parts.append(f"{label} {value:{form}}")
+    if m.get("buffer_held") is not None:
+        parts.append(f"buffer {m['buffer_held']}/{m['buffer_capacity']}")
+    if m.get("coverage") is not None:
+        parts.append(f"coverage {m['coverage']:.3f} flips {number(m.get('flip_rate'), '.4f')}")
+    if probe.get("kl_replay") is not None:
+        parts.append(f"KL {probe['kl_replay']:.1e} (live {number(probe.get('kl_live'), '.1e')})")
+    if eta_s is not None:
+        parts.append(f"ETA {duration(eta_s)}")
+    return "  ".join(parts)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
-from collections.abc import Callable
 from typing import Literal
 
+from moe_asyncrl.cluster.face import Face, PlainFace
 from moe_asyncrl.cluster.process import RoleProcess, start_role, stop_roles, wait_all
-from moe_asyncrl.cluster.progress import Progress, duration
 from moe_asyncrl.cluster.state import close_state, get_state
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.messages import Counters, RunState
 from moe_asyncrl.engine.server import free_port
+from moe_asyncrl.telemetry.figures import duration
 from moe_asyncrl.telemetry.run_folder import RunFolder
 from moe_asyncrl.telemetry.summary import Summary, TrajectoryCounts, summarize
 
@@ -31,17 +30,18 @@ ROLE_STOP_S = 20.0
 class Supervisor:
     """Owns the role processes of one run."""
 
-    def __init__(self, folder: RunFolder, recipe: Recipe, *, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, folder: RunFolder, recipe: Recipe, *, face: Face | None = None) -> None:
+        """`face` is what a person sees of the run; lines on standard output if not given."""
         self.folder = folder
         self.recipe = recipe
         self.buffer: RoleProcess | None = None
         self.engines: list[RoleProcess] = []
         self.trainers: list[RoleProcess] = []
         self.rollouts: list[RoleProcess] = []
-        self._say = say if say is not None else _print
+        self._face = face if face is not None else PlainFace(folder, recipe)
+        self._say = self._face.say
         self._interrupted = 0
         self._lost: set[str] = set()
-        self._progress = Progress(folder, recipe.run.steps)
 
     def run(self) -> Summary:
         """Run to the end. Returns the summary that was written; raises nothing that a role did wrong."""
@@ -60,6 +60,7 @@ class Supervisor:
             if outcome == "failed" and error is None:
                 error = "the supervisor itself failed; its traceback is above"
             state = self._final_state()
+            self._face.close()
             self._stop_everything()
             close_state(self.folder, failed=outcome == "failed", error=error)
             for number, handler in handlers.items():
@@ -112,8 +113,7 @@ class Supervisor:
         """Follow the run until it ends; (outcome, error)."""
         trainers_done_at: float | None = None
         while True:
-            for line in self._progress.lines():
-                self._say(line)
+            self._face.refresh()
             if self._interrupted:
                 return self._stop_on_request()
             error = self._first_failure()
@@ -122,8 +122,6 @@ class Supervisor:
             if all(t.exit_code == 0 for t in self.trainers):
                 trainers_done_at = trainers_done_at if trainers_done_at is not None else time.monotonic()
                 if all(r.exit_code == 0 for r in self.rollouts):
-                    for line in self._progress.lines():
-                        self._say(line)
                     return "ok", None
                 if time.monotonic() - trainers_done_at > FINAL_EVAL_S:
                     return "failed", f"the final evaluation did not end within {duration(FINAL_EVAL_S)}"
@@ -174,6 +172,7 @@ class Supervisor:
             if any(t.exit_code not in (None, 0) for t in self.trainers):
                 wait_all(self.trainers, LAST_WORD_S)
                 break
+            self._face.refresh()
             time.sleep(0.05)
         if any(t.exit_code == -signal.SIGTERM for t in self.trainers):
             return "stopped", None  # it was told before it could listen: there was nothing to save
@@ -200,7 +199,3 @@ class Supervisor:
 def _counts(state: RunState | None) -> TrajectoryCounts:
     c = state.counters if state is not None else Counters()
     return TrajectoryCounts(sampled=c.sampled, trained=c.trained, stale=c.stale, filtered=c.filtered, failed=c.failed)
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stdout, flush=True)
