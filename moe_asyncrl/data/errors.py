@@ -17,3 +17,9 @@ class EngineLost(Exception):
 
 class StaleEpoch(Exception):
     """The sender's lease is older than the newest one: another copy of the trainer owns the run now."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

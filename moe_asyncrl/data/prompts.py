@@ -10,101 +10,58 @@ from __future__ import annotations
 import array
 import pathlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.data.prompt import Fields, Prompt, prompt_from
 
-Message = dict[str, Any]
-"""One chat message: at least `role` and `content`, both text; what else it has goes to the chat template."""
+__all__ = ["Prompt", "PromptFile", "PromptOrder", "parse_line", "permutation"]
 
 _BOM = b"\xef\xbb\xbf"
-_KNOWN = ("prompt", "messages", "answer")
+PLAIN = Fields()
+"""`prompt` or `messages`, and `answer`."""
 
 
-class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the file."""
-
-    source: str
-    """`FILE:LINE`, for messages and for `Identity.prompt`."""
-    prompt: str | None
-    """Plain text; None where `messages` is given."""
-    messages: tuple[Message, ...] | None
-    answer: str | None
-    """The reference; a JSON number is kept as its text."""
-    metadata: dict[str, Any]
-    """Every other field of the line, as JSON values."""
-
-    @property
-    def text(self) -> str:
-        """What the reward function sees as the prompt: the text, or the messages' contents joined by newlines."""
-        if self.prompt is not None:
-            return self.prompt
-        return "\n".join(m["content"] for m in self.messages or ())
-
-    def metadata_text(self) -> dict[str, str]:
-        """The metadata with every value as text (JSON, unless it is text already): what a trajectory carries."""
-        return {k: v if isinstance(v, str) else msgspec.json.encode(v).decode() for k, v in self.metadata.items()}
-
-
-def parse_line(line: bytes, source: str) -> Prompt:
+def parse_line(line: bytes, source: str, fields: Fields = PLAIN) -> Prompt:
     """The prompt on one line. Raises UserError that starts with `source`."""
     try:
-        fields = msgspec.json.decode(line.decode("utf-8"))
+        record = msgspec.json.decode(line.decode("utf-8"))
     except UnicodeDecodeError as e:
         raise UserError(f"{source}: not UTF-8 (byte {e.start + 1} of the line is 0x{line[e.start]:02x})") from None
     except msgspec.DecodeError as e:
         raise UserError(f"{source}: not valid JSON: {e}") from None
-    if not isinstance(fields, dict):
-        raise UserError(f"{source}: expected a JSON object, found {type(fields).__name__}")
-    prompt, messages, answer = (fields.get(name) for name in _KNOWN)
-    if (prompt is None) == (messages is None):
-        raise UserError(
-            f"{source}: give either `prompt` or `messages`; {'neither' if prompt is None else 'both'} found"
-        )
-    if prompt is not None and (not isinstance(prompt, str) or not prompt):
-        raise UserError(f"{source}: `prompt` must be text that is not empty")
-    return Prompt(
-        source=source,
-        prompt=prompt,
-        messages=None if messages is None else _checked_messages(messages, source),
-        answer=_checked_answer(answer, source),
-        metadata={k: v for k, v in fields.items() if k not in _KNOWN},
-    )
-
-
-def _checked_messages(messages: object, source: str) -> tuple[Message, ...]:
-    if not isinstance(messages, list) or not messages:
-        raise UserError(f"{source}: `messages` must be a list of at least one message")
-    for i, m in enumerate(messages):
-        if not isinstance(m, dict) or not isinstance(m.get("role"), str) or not isinstance(m.get("content"), str):
-            raise UserError(f"{source}: messages[{i}] needs `role` and `content`, both text")
-    return tuple(messages)
-
-
-def _checked_answer(answer: object, source: str) -> str | None:
-    if answer is None or isinstance(answer, str):
-        return answer
-    if isinstance(answer, bool) or not isinstance(answer, int | float):
-        raise UserError(f"{source}: `answer` must be text or a number, found {type(answer).__name__}")
-    return str(answer)
+    if not isinstance(record, dict):
+        raise UserError(f"{source}: expected a JSON object, found {type(record).__name__}")
+    return prompt_from(record, source, fields)
 
 
 class PromptFile:
     """A checked JSONL file. Positions count its prompts from 0 in file order; blank lines are not prompts."""
 
-    def __init__(self, path: pathlib.Path, offsets: npt.NDArray[np.int64], lines: npt.NDArray[np.int64]) -> None:
+    def __init__(
+        self,
+        path: pathlib.Path,
+        offsets: npt.NDArray[np.int64],
+        lines: npt.NDArray[np.int64],
+        fields: Fields = PLAIN,
+    ) -> None:
         self.path = path
+        self._fields = fields
         self._offsets = offsets
         self._lines = lines
         self._file = path.open("rb")
 
     @classmethod
     def open(
-        cls, path: str | pathlib.Path, *, limit: int | None = None, check: Callable[[Prompt], None] | None = None
+        cls,
+        path: str | pathlib.Path,
+        *,
+        limit: int | None = None,
+        check: Callable[[Prompt], None] | None = None,
+        fields: Fields = PLAIN,
     ) -> PromptFile:
         """Read and check the file: every line parses and `check` (which raises UserError) accepts it.
 
@@ -117,7 +74,7 @@ class PromptFile:
             for offset, number, line in _scan(path):
                 if limit is not None and len(offsets) == limit:
                     break
-                prompt = parse_line(line, f"{path}:{number}")
+                prompt = parse_line(line, f"{path}:{number}", fields)
                 if check is not None:
                     check(prompt)
                 offsets.append(offset)
@@ -126,7 +83,7 @@ class PromptFile:
             raise UserError(f"{path}: cannot be read: {e.strerror}") from None
         if not offsets:
             raise UserError(f"{path}: holds no prompt; expected one JSON object a line with `prompt` or `messages`")
-        return cls(path, np.frombuffer(offsets, dtype=np.int64), np.frombuffer(lines, dtype=np.int64))
+        return cls(path, np.frombuffer(offsets, dtype=np.int64), np.frombuffer(lines, dtype=np.int64), fields)
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -134,7 +91,7 @@ class PromptFile:
     def __getitem__(self, position: int) -> Prompt:
         """The prompt at a position. Raises UserError if the file changed since it was checked, IndexError outside."""
         self._file.seek(int(self._offsets[position]))
-        return parse_line(self._file.readline().strip(), f"{self.path}:{self._lines[position]}")
+        return parse_line(self._file.readline().strip(), f"{self.path}:{self._lines[position]}", self._fields)
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[i] for i in range(len(self)))

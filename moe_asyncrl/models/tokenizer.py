@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.data.errors import UserError, first_line
 from moe_asyncrl.data.prompts import Prompt
 from moe_asyncrl.models.spec import ModelSpec
 
@@ -94,9 +94,3 @@ class Tokenizer:
         if ids and max(ids) >= self._vocab_size:
             raise UserError(f"{source}: token id {max(ids)} is outside the model's vocabulary of {self._vocab_size}")
         return ids
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
