@@ -6,17 +6,22 @@ import difflib
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import yaml
 
 from moe_asyncrl.config.check import check
+from moe_asyncrl.config.cluster import Cluster
 from moe_asyncrl.config.recipe import Recipe
+
+T = TypeVar("T", bound=msgspec.Struct)
+Check = Callable[[T], tuple[str, str] | None]
+"""Contradictions between fields: (field, what is wrong), or None."""
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be used: one line, for the user."""
+    """A recipe or cluster file that cannot be used: one line, for the user."""
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
@@ -25,9 +30,19 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     Raises `RecipeError` for a missing file, broken YAML, an unknown key (with the nearest known one), a value of the
     wrong type or out of range, or fields that contradict each other.
     """
+    return _with_folder(read_typed(path, Recipe, check, "recipe", overrides), Path(path))
+
+
+def load_cluster(path: Path | str) -> Cluster:
+    """Read a cluster file and validate it. Raises `RecipeError` in the same words as `load_recipe`."""
+    return read_typed(path, Cluster, lambda cluster: None, "cluster")
+
+
+def read_typed(path: Path | str, kind: type[T], check: Check[T], what: str, overrides: Sequence[str] = ()) -> T:
+    """A YAML file with overrides laid over it, as a `kind`; `what` names such files in errors. Raises `RecipeError`."""
     file = Path(path)
     if not file.is_file():
-        raise RecipeError(f"{file}: no such recipe file")
+        raise RecipeError(f"{file}: no such {what} file")
     text = file.read_text(encoding="utf-8")
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -37,7 +52,8 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
         place = f"{file}:{mark.line + 1}" if mark else str(file)
         raise RecipeError(f"{place}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
     if not isinstance(data, dict):
-        raise RecipeError(f"{file}: expected sections (model:, data:, ...), found {type(data).__name__}")
+        example = f"sections ({', '.join(f'{f.name}:' for f in msgspec.structs.fields(kind)[:2])}, ...)"
+        raise RecipeError(f"{file}: expected {example}, found {type(data).__name__}")
     lines = _lines(root)
     origin: dict[str, str] = {}
     for override in overrides:
@@ -54,7 +70,7 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
             field = field.rpartition(".")[0]
         return str(file)
 
-    return _with_folder(_convert(data, where), file)
+    return _convert(data, where, kind, check)
 
 
 def _with_folder(recipe: Recipe, file: Path) -> Recipe:
@@ -67,7 +83,7 @@ def _with_folder(recipe: Recipe, file: Path) -> Recipe:
 
 def parse_recipe(data: dict[str, Any]) -> Recipe:
     """Validate a recipe that was made by a program. Raises `RecipeError`."""
-    return _convert(data, lambda field: "recipe")
+    return _convert(data, lambda field: "recipe", Recipe, check)
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -86,27 +102,27 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(msgspec.to_builtins(recipe), sort_keys=False, allow_unicode=True)
 
 
-def _convert(data: dict[str, Any], where: Callable[[str], str]) -> Recipe:
+def _convert(data: dict[str, Any], where: Callable[[str], str], kind: type[T], check: Check[T]) -> T:
     try:
         # YAML 1.1 reads 1e-6 as text; lenient conversion takes it as the number it is.
-        recipe = msgspec.convert(data, Recipe, strict=False)
+        value = msgspec.convert(data, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise RecipeError(_explain(str(error), data, where)) from None
-    problem = check(recipe)
+        raise RecipeError(_explain(str(error), data, where, kind)) from None
+    problem = check(value)
     if problem is not None:
         field, text = problem
         raise RecipeError(f"{where(field)}: {field}: {text}")
-    return recipe
+    return value
 
 
-def _explain(message: str, data: dict[str, Any], where: Callable[[str], str]) -> str:
+def _explain(message: str, data: dict[str, Any], where: Callable[[str], str], root: type) -> str:
     what, _, at = message.partition(" - at `$")
     field = at.rstrip("`").lstrip(".")
     unknown = re.search(r"unknown field `(.*)`", what)
     if unknown:
         key = unknown[1]
         path = f"{field}.{key}" if field else key
-        known = _known(field)
+        known = _known(root, field)
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.0 if len(known) == 1 else 0.4)
         advice = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
         return f"{where(path)}: unknown key {path!r}; {advice}"
@@ -119,10 +135,12 @@ def _explain(message: str, data: dict[str, Any], where: Callable[[str], str]) ->
     return f"{where(field)}: {field or 'recipe'}: {what[0].lower()}{what[1:]}, found {found!r}"
 
 
-def _known(section: str) -> list[str]:
-    kind: Any = Recipe
+def _known(root: type, section: str) -> list[str]:
+    kind: Any = root
     for part in section.split(".") if section else ():
         kind = {f.name: f.type for f in msgspec.structs.fields(kind)}[part]
+        # An optional section: the class beside the None.
+        kind = next((k for k in get_args(kind) if k is not type(None)), kind)
     return [f.name for f in msgspec.structs.fields(kind)]
 
 
