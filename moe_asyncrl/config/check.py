@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe_asyncrl.config.recipe import Recipe
+from moe_asyncrl.config.sources import check_sources
 
 
 def check(r: Recipe) -> tuple[str, str] | None:
@@ -32,6 +33,9 @@ def check(r: Recipe) -> tuple[str, str] | None:
         )
     if r.algorithm.objective == "grpo" and r.rollout.group_size < 2:
         return "rollout.group_size", "group-relative advantages need at least 2 samples for each prompt"
+    if r.algorithm.objective == "sft" and (r.algorithm.kl_coef > 0 or r.model.reference is not None):
+        field = "algorithm.kl_coef" if r.algorithm.kl_coef > 0 else "model.reference"
+        return field, "supervised learning has no KL to a reference model; leave it out"
     if r.algorithm.updates_per_batch > r.rollout.groups_per_step:
         return "algorithm.updates_per_batch", f"more updates than groups in a batch ({r.rollout.groups_per_step})"
     capacity = r.buffer.capacity_groups
@@ -43,6 +47,10 @@ def check(r: Recipe) -> tuple[str, str] | None:
             f"with buffer.max_staleness {r.buffer.max_staleness} the trainer would starve; "
             f"at most {r.buffer.max_staleness + 1}",
         )
+    for place, sources in (("data.train", r.data.train), ("data.eval", r.data.eval), ("warmup.data", r.warmup.data)):
+        problem = check_sources(sources) if isinstance(sources, tuple) else None
+        if problem is not None:
+            return f"{place}{problem[0]}", problem[1]
     if t.timeout_s < 2 * r.weights.timeout_s:
         return (
             "trainer.timeout_s",

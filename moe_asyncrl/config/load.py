@@ -13,7 +13,7 @@ import yaml
 
 from moe_asyncrl.config.check import check
 from moe_asyncrl.config.cluster import Cluster
-from moe_asyncrl.config.recipe import Recipe
+from moe_asyncrl.config.recipe import Recipe, sources_of
 
 T = TypeVar("T", bound=msgspec.Struct)
 Check = Callable[[T], tuple[str, str] | None]
@@ -67,7 +67,7 @@ def read_typed(path: Path | str, kind: type[T], check: Check[T], what: str, over
                 return origin[field]
             if field in lines:
                 return f"{file}:{lines[field]}"
-            field = field.rpartition(".")[0]
+            field = field[: max(field.rfind("."), field.rfind("["), 0)]
         return str(file)
 
     return _convert(data, where, kind, check)
@@ -75,7 +75,8 @@ def read_typed(path: Path | str, kind: type[T], check: Check[T], what: str, over
 
 def _with_folder(recipe: Recipe, file: Path) -> Recipe:
     """Remember where the recipe stands: a reward function of the user's own is looked for there first."""
-    if ":" not in recipe.reward.function or recipe.reward.folder is not None:
+    used = [recipe.reward.function, *(s.reward for s in sources_of(recipe) if s.reward is not None)]
+    if not any(":" in name for name in used) or recipe.reward.folder is not None:
         return recipe
     reward = msgspec.structs.replace(recipe.reward, folder=str(file.resolve().parent))
     return msgspec.structs.replace(recipe, reward=reward)
@@ -130,18 +131,26 @@ def _explain(message: str, data: dict[str, Any], where: Callable[[str], str], ro
     if missing:
         return f"{where(field)}: missing {f'{field}.{missing[1]}' if field else missing[1]!r}; it has no default"
     found: Any = data
-    for part in field.split(".") if field else ():
-        found = found.get(part) if isinstance(found, dict) else None
+    for part in re.findall(r"[^.\[\]]+", field):
+        if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
+            found = found[int(part)]
+        else:
+            found = found.get(part) if isinstance(found, dict) else None
     return f"{where(field)}: {field or 'recipe'}: {what[0].lower()}{what[1:]}, found {found!r}"
 
 
 def _known(root: type, section: str) -> list[str]:
     kind: Any = root
     for part in section.split(".") if section else ():
-        kind = {f.name: f.type for f in msgspec.structs.fields(kind)}[part]
-        # An optional section: the class beside the None.
-        kind = next((k for k in get_args(kind) if k is not type(None)), kind)
+        kind = _struct_in({f.name: f.type for f in msgspec.structs.fields(kind)}[part.partition("[")[0]])
     return [f.name for f in msgspec.structs.fields(kind)]
+
+
+def _struct_in(kind: Any) -> Any:
+    """The section inside an optional one, or inside a list of them; None if there is none."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return kind
+    return next((found for k in get_args(kind) if (found := _struct_in(k)) is not None), None)
 
 
 def _lines(node: Any, prefix: str = "") -> dict[str, int]:
@@ -151,6 +160,10 @@ def _lines(node: Any, prefix: str = "") -> dict[str, int]:
             path = f"{prefix}.{key.value}" if prefix else str(key.value)
             found[path] = key.start_mark.line + 1
             found.update(_lines(value, path))
+    elif isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            found[f"{prefix}[{number}]"] = item.start_mark.line + 1
+            found.update(_lines(item, f"{prefix}[{number}]"))
     return found
 
 

@@ -5,7 +5,7 @@ The sentence stands under the field; `moe-asyncrl config schema` prints them all
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, field
@@ -35,19 +35,60 @@ class Model(Section, frozen=True, kw_only=True):
 
     path: Annotated[str, Meta(min_length=1)]
     """HF directory: config.json, safetensors, tokenizer."""
+    reference: Annotated[str, Meta(min_length=1)] | None = None
+    """HF directory of the model that the KL is measured against; the weights after any warm-up if not given."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of the trainer's forward pass."""
     max_context: Annotated[int, Meta(ge=8, le=2**22)] = 1024
     """Longest trajectory, prompt included, in tokens."""
 
 
+class Source(Section, frozen=True, kw_only=True):
+    """One source of a mixture: a `path`, or a `reasoning_gym` task."""
+
+    path: Annotated[str, Meta(min_length=1)] | None = None
+    """JSONL or Parquet file, a folder or glob of them, or a folder of `datasets.save_to_disk`."""
+    reasoning_gym: Annotated[str, Meta(min_length=1)] | None = None
+    """Name of a reasoning-gym task, whose items are made by seed."""
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]+$", max_length=64)] | None = None
+    """Name in metrics and trajectories; the task's or the path's last part if not given."""
+    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    """Share of the prompts, relative to the other sources' weights."""
+    split: Annotated[str, Meta(min_length=1)] | None = None
+    """Split of a folder that has several, such as `train`."""
+    prompt_field: Annotated[str, Meta(min_length=1)] | None = None
+    """Field with the prompt's text; `prompt` if not given. `a.b` is field b of record a."""
+    messages_field: Annotated[str, Meta(min_length=1)] | None = None
+    """Field with the messages of a chat; `messages` if not given."""
+    answer_field: Annotated[str, Meta(min_length=1)] | None = None
+    """Field with the answer; `answer` if not given."""
+    chat: bool = False
+    """Make the prompt's text a user's message, so that the chat template wraps it."""
+    system: str | None = None
+    """System message before the prompt; makes it a chat."""
+    instruction: str | None = None
+    """Text put behind the prompt, on a line of its own."""
+    reward: Annotated[str, Meta(min_length=1)] | None = None
+    """Reward of this source; `reward.function` if not given, and `reasoning_gym` for a task."""
+    config: dict[str, Any] = {}
+    """Settings of the reasoning-gym task, such as `max_digits: 3`."""
+    size: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 10_000
+    """Items of the reasoning-gym task in one epoch."""
+    seed: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    """Seed of the task's items; if not given, from the run's seed, and a fixed one for evaluation."""
+
+
+Text = Annotated[str, Meta(min_length=1)]
+Sources = Annotated[tuple[Source, ...], Meta(min_length=1, max_length=64)]
+
+
 class Data(Section, frozen=True, kw_only=True):
     """Prompts."""
 
-    train: Annotated[str, Meta(min_length=1)]
-    """JSONL file: `prompt` (text) or `messages` (chat), `answer`, any metadata."""
-    eval: str | None = None
-    """JSONL file of held-out prompts; no evaluation without it."""
+    train: Text | Sources
+    """JSONL file (`prompt` or `messages`, `answer`, any metadata), any other path of a source, or a list of sources."""
+    eval: Text | Sources | None = None
+    """Held-out prompts, as a path or a list of sources; no evaluation without them."""
     shuffle: bool = True
     """Shuffle the training prompts anew each epoch, by the run's seed."""
     chat: Literal["auto", "never"] = "auto"
@@ -87,7 +128,7 @@ class Reward(Section, frozen=True, kw_only=True):
     """Scoring."""
 
     function: Annotated[str, Meta(min_length=1)] = "exact"
-    """`exact`, `numeric`, or `module:function` of your own (sync or async)."""
+    """`exact`, `numeric`, `math` (math-verify), `reasoning_gym` (the task's own), or `module:function` of your own."""
     folder: str | None = None
     """Folder in which your module is looked for first; the recipe's own if not given."""
     timeout_s: Annotated[float, Meta(gt=0)] = 10.0
@@ -196,6 +237,12 @@ class Algorithm(Section, frozen=True, kw_only=True):
     """Mean over all sampled tokens, or mean over sequences of their token means."""
     updates_per_batch: Annotated[int, Meta(ge=1, le=64)] = 1
     """Optimizer updates that one batch is split into."""
+    kl_coef: Annotated[float, Meta(ge=0, le=1000)] = 0.0
+    """Weight of the KL divergence to the reference model; 0 turns it off, and `model.reference` is only measured."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How that KL is estimated from sampled tokens; `k1` holds nothing back in the loss, only in the reward."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """`loss`: added for each token; `reward`: its sum is taken off a trajectory's reward, for one more forward pass."""
 
 
 class Warmup(Section, frozen=True, kw_only=True):
@@ -203,8 +250,8 @@ class Warmup(Section, frozen=True, kw_only=True):
 
     steps: Annotated[int, Meta(ge=0)] = 0
     """Supervised optimizer steps; 0 for none."""
-    data: str | None = None
-    """JSONL file with `prompt` or `messages`, and `answer`; the training file if not given."""
+    data: Text | Sources | None = None
+    """Path or list of sources with `prompt` or `messages`, and `answer`; the training prompts if not given."""
     batch_size: Annotated[int, Meta(ge=1)] = 128
     """Examples in one step."""
     lr: Annotated[float, Meta(gt=0, le=1)] = 1e-3
@@ -271,7 +318,7 @@ class Eval(Section, frozen=True, kw_only=True):
     every: Annotated[int, Meta(ge=0)] = 20
     """Steps between evaluations; 0 evaluates before and after only."""
     max_prompts: Annotated[int, Meta(ge=1)] = 200
-    """Prompts evaluated, from the start of the file."""
+    """Prompts evaluated, from the start of the file; of several sources, from the start of each by its weight."""
     max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
     """Longest answer, in tokens; as in training if not given."""
 
@@ -312,3 +359,9 @@ class Recipe(Section, frozen=True, kw_only=True):
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     eval: Eval = field(default_factory=Eval)
     telemetry: Telemetry = field(default_factory=Telemetry)
+
+
+def sources_of(recipe: Recipe) -> tuple[Source, ...]:
+    """Every source that the recipe lists, for training, evaluation and warm-up; none where it names paths."""
+    d = recipe.data
+    return tuple(s for value in (d.train, d.eval, recipe.warmup.data) if isinstance(value, tuple) for s in value)
