@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from moe_asyncrl.cluster.sinks import check_sinks
 from moe_asyncrl.config.load import dump_recipe, load_recipe
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.errors import UserError
@@ -40,6 +41,7 @@ def preflight(recipe: Recipe) -> None:
 
     Nothing is started and no weights are read; only their headers are.
     """
+    check_sinks(recipe)
     checkpoint = importlib.import_module("moe_asyncrl.checkpoint.preflight")
     rollout = importlib.import_module("moe_asyncrl.rollout.preflight")
     checkpoint.check_model(recipe)

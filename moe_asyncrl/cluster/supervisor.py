@@ -8,12 +8,14 @@ from typing import Literal
 
 from moe_asyncrl.cluster.face import Face, PlainFace
 from moe_asyncrl.cluster.process import RoleProcess, start_role, stop_roles, wait_all
+from moe_asyncrl.cluster.sinks import start_sinks
 from moe_asyncrl.cluster.state import close_state, get_state
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.messages import Counters, RunState
 from moe_asyncrl.engine.server import free_port
 from moe_asyncrl.telemetry.figures import duration
 from moe_asyncrl.telemetry.run_folder import RunFolder
+from moe_asyncrl.telemetry.sinks.feed import Feeds
 from moe_asyncrl.telemetry.summary import Summary, TrajectoryCounts, summarize
 
 Outcome = Literal["ok", "failed", "stopped"]
@@ -25,6 +27,8 @@ LAST_WORD_S = 2.0
 """Ranks fall one after another: for what the others have to say."""
 FINAL_EVAL_S = 600.0
 ROLE_STOP_S = 20.0
+SINKS_S = 30.0
+"""For each of TensorBoard, W&B and MLflow to take the last figures."""
 
 
 class Supervisor:
@@ -38,6 +42,7 @@ class Supervisor:
         self.engines: list[RoleProcess] = []
         self.trainers: list[RoleProcess] = []
         self.rollouts: list[RoleProcess] = []
+        self._sinks = Feeds([])
         self._face = face if face is not None else PlainFace(folder, recipe)
         self._say = self._face.say
         self._interrupted = 0
@@ -50,6 +55,7 @@ class Supervisor:
         # A resumed run must not be taken for what its last start came to.
         for old in (*self.folder.logs.glob("*.error"), self.folder.summary):
             old.unlink(missing_ok=True)
+        self._sinks = start_sinks(self.folder, self.recipe)
         handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         outcome: Outcome = "failed"
         error: str | None = None
@@ -63,6 +69,8 @@ class Supervisor:
             self._face.close()
             self._stop_everything()
             close_state(self.folder, failed=outcome == "failed", error=error)
+            for line in self._sinks.close(SINKS_S):
+                self._say(line)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             summary = summarize(
@@ -114,6 +122,8 @@ class Supervisor:
         trainers_done_at: float | None = None
         while True:
             self._face.refresh()
+            for line in self._sinks.messages():
+                self._say(line)
             if self._interrupted:
                 return self._stop_on_request()
             error = self._first_failure()
