@@ -72,7 +72,7 @@ class Source(Section, frozen=True, kw_only=True):
     """Reward of this source; `reward.function` if not given, and `reasoning_gym` for a task."""
     config: dict[str, Any] = {}
     """Settings of the reasoning-gym task, such as `max_digits: 3`."""
-    size: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 10_000
+    size: Annotated[int, Meta(ge=1, le=10_000_000)] = 10_000
     """Items of the reasoning-gym task in one epoch."""
     seed: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     """Seed of the task's items; if not given, from the run's seed, and a fixed one for evaluation."""

@@ -1,0 +1,1 @@
+"""Where prompts come from: files, tables and tasks, alone or as a weighted mixture."""
