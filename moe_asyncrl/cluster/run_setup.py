@@ -6,6 +6,7 @@ import importlib
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -26,12 +27,18 @@ def absolute(recipe: Recipe, base: Path) -> Recipe:
         return None if value is None else path(value)
 
     replace = msgspec.structs.replace
+
+    def entry(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(replace(source, path=optional(source.path)) for source in value)
+        return optional(value)
+
     return replace(
         recipe,
         model=replace(recipe.model, path=path(recipe.model.path)),
-        data=replace(recipe.data, train=path(recipe.data.train), eval=optional(recipe.data.eval)),
+        data=replace(recipe.data, train=entry(recipe.data.train), eval=entry(recipe.data.eval)),
         reward=replace(recipe.reward, folder=optional(recipe.reward.folder)),
-        warmup=replace(recipe.warmup, data=optional(recipe.warmup.data)),
+        warmup=replace(recipe.warmup, data=entry(recipe.warmup.data)),
         run=replace(recipe.run, folder=path(recipe.run.folder)),
     )
 

@@ -8,27 +8,22 @@ import xxhash
 
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.data.sources.opening import add_to_digest
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.train.checkpoint_folder import CheckpointInfo
 
 
 def recipe_digest(recipe: Recipe) -> str:
-    """Digest of what the data cursor means: seed, shuffle, objective, and the bytes of the training file.
+    """Digest of what the data cursor means: seed, shuffle, objective, and the sources (bytes, weights, tasks).
 
-    Raises `UserError` if the file cannot be read.
+    Raises `UserError` if a file cannot be read.
     """
     h = xxhash.xxh3_128()
     r = recipe
     h.update(f"{r.run.seed};{r.data.shuffle};{r.algorithm.objective};".encode())
     if r.algorithm.objective == "sft":
         h.update(f"{r.warmup.batch_size};".encode())
-    path = Path(r.data.train)
-    try:
-        with path.open("rb") as f:
-            while block := f.read(1 << 22):
-                h.update(block)
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read: {e.strerror}") from None
+    add_to_digest(h, r.data.train, use="train", seed=r.run.seed)
     return h.hexdigest()
 
 

@@ -26,6 +26,7 @@ from moe_asyncrl.replay.rows import Coverage
 from moe_asyncrl.telemetry.run_folder import RunFolder
 from moe_asyncrl.telemetry.spans import span
 from moe_asyncrl.train.build import TrainState
+from moe_asyncrl.train.by_source import reward_by_source
 from moe_asyncrl.train.fetch import coverage_of, fields_for, micro_batches_from
 from moe_asyncrl.train.metrics import StepMetrics, combined
 from moe_asyncrl.train.objective import PolicyObjective, SupervisedObjective
@@ -377,6 +378,8 @@ def _policy_fields(step: int, plan: BatchPlan, done: StepMetrics) -> dict[str, A
     headers = [h for update in plan.updates for h in update.headers]
     staleness = [step - h.oldest_version for h in headers]
     fields = _step_fields(done)
+    if by_source := reward_by_source(headers):
+        fields["reward_by_source"] = by_source
     del fields["trained_tokens_per_s"]
     fields["replay_rows"] = fields.pop("rows")
     fields["flip_rate"] = fields.pop("flip_fraction", None)

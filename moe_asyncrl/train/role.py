@@ -266,14 +266,16 @@ def _engines(
 
 
 def _probe_prompts(recipe: Recipe, spec: ModelSpec) -> list[list[int]]:
-    """The first prompts of the file that training samples from, as ids."""
+    """The first prompts that training samples from, as ids; of several sources, the first of each by its weight."""
     from itertools import islice
 
-    from moe_asyncrl.data.prompts import PromptFile
+    from moe_asyncrl.data.sources.opening import open_prompts
     from moe_asyncrl.models.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(recipe.model.path, spec)
-    prompts = PromptFile.open(recipe.data.train, limit=recipe.replay.probe_prompts)
+    prompts = open_prompts(
+        recipe.data.train, use="train", seed=recipe.run.seed, limit=recipe.replay.probe_prompts, every_row=False
+    )
     try:
         return [tokenizer.encode_prompt(p, recipe.data.chat) for p in islice(prompts, len(prompts))]
     finally:

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 
 from moe_asyncrl.algorithms.aggregation import Aggregation, token_weights
+from moe_asyncrl.config.recipe import Source
 from moe_asyncrl.data.errors import UserError
-from moe_asyncrl.data.prompts import Prompt, PromptFile, PromptOrder
+from moe_asyncrl.data.prompts import Prompt
+from moe_asyncrl.data.sources.opening import open_prompts
 from moe_asyncrl.models.tokenizer import Chat, Tokenizer
 from moe_asyncrl.train.batch import MicroBatch, Sample, make_micro_batch
 from moe_asyncrl.train.pack import pack
@@ -23,11 +25,11 @@ REMEMBERED_TOKENS = 1 << 22
 
 
 class Examples:
-    """Batches of examples from a JSONL file. A step's batch is a function of the step: nothing to save or restore."""
+    """Batches of examples from sources. A step's batch is a function of the step: nothing to save or restore."""
 
     def __init__(
         self,
-        path: str | Path,
+        entry: str | Path | tuple[Source, ...],
         tokenizer: Tokenizer,
         *,
         max_context: int,
@@ -36,17 +38,23 @@ class Examples:
         chat: Chat,
         check_all: bool = True,
     ) -> None:
-        """Opens and checks the file; with `check_all` every example is encoded once, which one rank need do.
+        """Opens and checks the sources; with `check_all` every example is encoded once, which one rank need do.
 
         Raises:
-            UserError: names file and line: malformed, without an answer, too long, or not to be encoded.
+            UserError: names file and line, or row: malformed, without an answer, too long, or not to be encoded.
         """
 
         def check(prompt: Prompt) -> None:
             encode_example(prompt, tokenizer, chat, max_context)
 
-        self._file = PromptFile.open(path, check=check if check_all else _needs_answer)
-        self._order = PromptOrder(len(self._file), seed=seed, shuffle=shuffle)
+        self._file = open_prompts(
+            str(entry) if isinstance(entry, Path) else entry,
+            use="train",
+            seed=seed,
+            check=check if check_all else _needs_answer,
+            every_row=check_all,
+        )
+        self._order = self._file.order(seed=seed, shuffle=shuffle)
         self._tokenizer = tokenizer
         self._max_context = max_context
         self._chat: Chat = chat
@@ -54,7 +62,7 @@ class Examples:
         self._kept = 0
 
     def __len__(self) -> int:
-        """Examples in the file."""
+        """Examples in the sources."""
         return len(self._file)
 
     def batch(self, step: int, size: int, aggregation: Aggregation = "token_mean") -> list[Sample]:

@@ -19,7 +19,7 @@ from moe_asyncrl.data.sources.mixture import MixtureOrder, shares
 from moe_asyncrl.data.sources.paths import files_at, open_path, read_whole
 from moe_asyncrl.data.sources.rows import Chain, Rows
 
-Use = Literal["train", "eval", "warmup"]
+Use = Literal["train", "eval"]
 Check = Callable[[Prompt], None]
 CHECKED_ITEMS = 64
 """Items of a task that are looked at before a run, evenly spread: some tasks take a third of a second for one."""
