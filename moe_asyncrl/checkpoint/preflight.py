@@ -8,6 +8,7 @@ from moe_asyncrl.checkpoint.hf_load import check_tensors
 from moe_asyncrl.checkpoint.safetensors_dir import SafetensorsDir
 from moe_asyncrl.config.recipe import Engine, Recipe
 from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.models.compare import differences, same_vocabulary
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.models.trainable import check_trainable
@@ -31,7 +32,31 @@ def check_model(recipe: Recipe) -> ModelSpec:
         )
     check_trainable(spec, Layout.of(recipe.trainer))
     check_engine(spec, recipe.engine)
+    if recipe.model.reference is not None:
+        check_reference(Path(recipe.model.reference), path, spec)
     return spec
+
+
+def check_reference(reference: Path, path: Path, spec: ModelSpec) -> None:
+    """Look at `model.reference` for a policy of `spec` at `path`; reads no weights.
+
+    Raises:
+        UserError: its files are not whole, or it is another architecture or has another vocabulary.
+    """
+    other = differences(spec, ModelSpec.from_hf(reference))
+    if other:
+        more = "" if len(other) <= 3 else f" and {len(other) - 3} more"
+        raise UserError(
+            f"model.reference {reference}: another kind of model than model.path: {', '.join(other[:3])}{more}; the KL "
+            "needs a checkpoint of the same architecture and vocabulary"
+        )
+    if not same_vocabulary(path, reference):
+        raise UserError(
+            f"model.reference {reference}: its tokenizer has another vocabulary than the one of model.path, so the "
+            "same ids are other tokens; take a checkpoint with the same tokenizer"
+        )
+    with SafetensorsDir(reference) as stored:
+        check_tensors(stored, spec)
 
 
 def check_engine(spec: ModelSpec, engine: Engine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def absolute(recipe: Recipe, base: Path) -> Recipe:
 
     return replace(
         recipe,
-        model=replace(recipe.model, path=path(recipe.model.path)),
+        model=replace(recipe.model, path=path(recipe.model.path), reference=optional(recipe.model.reference)),
         data=replace(recipe.data, train=entry(recipe.data.train), eval=entry(recipe.data.eval)),
         reward=replace(recipe.reward, folder=optional(recipe.reward.folder)),
         warmup=replace(recipe.warmup, data=entry(recipe.warmup.data)),
@@ -94,8 +95,7 @@ def open_run(path: str) -> tuple[RunFolder, Recipe]:
 
 def link(base: Path, name: str) -> None:
     """Point `latest` at the run, atomically."""
-    temporary = base / f".latest.{os.getpid()}"
-    temporary.unlink(missing_ok=True)
+    temporary = base / f".latest.{secrets.token_hex(6)}"
     temporary.symlink_to(name)
     os.replace(temporary, base / "latest")
 

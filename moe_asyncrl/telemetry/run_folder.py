@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, durable: bool = 
     Without `durable` a crash of the machine may leave the file empty: for what is only looked at.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    # Not the pid: two nodes of one run can have the same one, and so can two containers.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         os.write(fd, data)
         if durable:
@@ -95,9 +97,24 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def reference(self) -> Path:
+        """The weights that reinforcement learning started from, kept if the KL is measured against them."""
+        return self.path / "reference"
+
+    @property
     def control_json(self) -> Path:
         """Epoch, version and phase, as last known."""
         return self.path / "control.json"
+
+    @property
+    def supervisor_json(self) -> Path:
+        """Who supervises the run, and how its roles are."""
+        return self.path / "supervisor.json"
+
+    @property
+    def slurm_json(self) -> Path:
+        """The Slurm job of the run, if it was launched there."""
+        return self.path / "slurm.json"
 
     @property
     def state_json(self) -> Path:

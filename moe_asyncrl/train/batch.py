@@ -81,6 +81,8 @@ class MicroBatch:
     """bool [n]"""
     old_logprobs: Tensor | None = None
     """float32 [n] under the weights at the start of the batch, where that takes a pass of its own."""
+    reference_logprobs: Tensor | None = None
+    """float32 [n] under the reference model, where there is one."""
 
     @property
     def length(self) -> int:

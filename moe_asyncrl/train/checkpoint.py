@@ -8,6 +8,7 @@ a step is random (there is no dropout), so there is no generator to save.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.train.build import TrainState
 from moe_asyncrl.train.checkpoint_folder import CheckpointInfo, folder_of, make_room, read_info, retain, seal
+from moe_asyncrl.train.passes import ModelOnRank
 from moe_asyncrl.weights.agree import agree
 
 
@@ -25,6 +27,15 @@ def save(state: TrainState, checkpoints: Path, info: CheckpointInfo, *, keep: in
     Raises:
         UserError: a rank could not write; the folder is then not a complete checkpoint.
     """
+    return _write(lambda: _saved(state, is_loading=False)[0], checkpoints, info, keep=keep)
+
+
+def save_weights(model: ModelOnRank, checkpoints: Path, info: CheckpointInfo) -> Path:
+    """Write the weights alone, as the one checkpoint in `checkpoints`; otherwise as `save`."""
+    return _write(lambda: _weights(model.chunks), checkpoints, info, keep=1)
+
+
+def _write(content: Callable[[], dict[str, Any]], checkpoints: Path, info: CheckpointInfo, *, keep: int) -> Path:
     from megatron.core import dist_checkpointing
 
     first = dist.get_rank() == 0
@@ -32,7 +43,7 @@ def save(state: TrainState, checkpoints: Path, info: CheckpointInfo, *, keep: in
         folder = make_room(checkpoints, info.step) if first else folder_of(checkpoints, info.step)
     with agree(f"writing the checkpoint of step {info.step}"):
         try:
-            dist_checkpointing.save(_saved(state, is_loading=False)[0], str(folder))
+            dist_checkpointing.save(content(), str(folder))
         except OSError as e:
             raise UserError(f"{folder}: the checkpoint cannot be written: {e}") from e
     with agree(f"completing the checkpoint of step {info.step}"):
@@ -48,18 +59,11 @@ def load(state: TrainState, folder: Path) -> CheckpointInfo:
     Raises:
         UserError: it is not complete, or not of this model.
     """
-    from megatron.core import dist_checkpointing
-
     with agree(f"reading {folder}"):
         info = read_info(folder)
     wanted, optimizers = _saved(state, is_loading=True)
-    with agree(f"reading {folder}"):
-        try:
-            loaded = dist_checkpointing.load(wanted, str(folder))
-        except Exception as e:  # whatever Megatron-Core or torch make of a foreign or damaged file
-            raise UserError(f"{folder}: the checkpoint cannot be read: {type(e).__name__}: {e}") from e
-    for name, chunk in _named(state.model.chunks).items():
-        chunk.load_state_dict(loaded[name])
+    loaded = _read(wanted, folder)
+    _put(loaded, state.model)
     for i, (optimizer, common) in optimizers.items():
         groups = [{**group, "step": info.adam_steps} for group in common["optimizer"]["param_groups"]]
         optimizer.load_state_dict(
@@ -70,6 +74,33 @@ def load(state: TrainState, folder: Path) -> CheckpointInfo:
             }
         )
     return info
+
+
+def load_weights(model: ModelOnRank, folder: Path) -> None:
+    """Read what `save_weights` wrote into this rank's model, whatever layout wrote it; every rank calls this.
+
+    Raises:
+        UserError: it is not complete, or not of this model.
+    """
+    with agree(f"reading {folder}"):
+        read_info(folder)
+    _put(_read(_weights(model.chunks), folder), model)
+
+
+def _read(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
+    from megatron.core import dist_checkpointing
+
+    with agree(f"reading {folder}"):
+        try:
+            loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
+        except Exception as e:  # whatever Megatron-Core or torch make of a foreign or damaged file
+            raise UserError(f"{folder}: the checkpoint cannot be read: {type(e).__name__}: {e}") from e
+    return loaded
+
+
+def _put(loaded: dict[str, Any], model: ModelOnRank) -> None:
+    for name, chunk in _named(model.chunks).items():
+        chunk.load_state_dict(loaded[name])
 
 
 def adam_steps(optimizer: Any) -> int:
@@ -83,23 +114,32 @@ def adam_steps(optimizer: Any) -> int:
 
 def _saved(state: TrainState, *, is_loading: bool) -> tuple[dict[str, Any], dict[int, tuple[Any, dict[str, Any]]]]:
     """What stands on disk, as sharded tensors; and each optimizer with the rest of its state, which does not."""
-    from megatron.core import parallel_state
-
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-        "singleton_local_shards": False,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-    named = _named(state.model.chunks)
-    weights = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in named.items()}
+    metadata = _metadata()
+    weights = _weights(state.model.chunks)
     moments, rest = {}, {}
     for i, optimizer in enumerate(_parts(state.optimizer)):
         common = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
         moments[i] = common.pop("param_state")
         rest[i] = (optimizer, common)
     return {**weights, "optimizer": moments}, rest
+
+
+def _weights(chunks: list[Any]) -> dict[str, Any]:
+    """The weights of this rank's chunks, as sharded tensors."""
+    metadata = _metadata()
+    return {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named(chunks).items()}
+
+
+def _metadata() -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
 
 
 def _named(chunks: list[Any]) -> dict[str, Any]:

@@ -22,20 +22,19 @@ from moe_asyncrl.buffer.client import BufferClient
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.data.messages import ConsumedResult, Counters, Cursor, HeldGroup
-from moe_asyncrl.replay.rows import Coverage
 from moe_asyncrl.telemetry.run_folder import RunFolder
 from moe_asyncrl.telemetry.spans import span
 from moe_asyncrl.train.build import TrainState
 from moe_asyncrl.train.by_source import reward_by_source
-from moe_asyncrl.train.fetch import coverage_of, fields_for, micro_batches_from
-from moe_asyncrl.train.metrics import StepMetrics, combined
-from moe_asyncrl.train.objective import PolicyObjective, SupervisedObjective
+from moe_asyncrl.train.metrics import StepMetrics
+from moe_asyncrl.train.objective import SupervisedObjective
 from moe_asyncrl.train.optimizer import forget_moments
-from moe_asyncrl.train.plan import BatchPlan, crossover_length, plan_batch
+from moe_asyncrl.train.plan import BatchPlan
+from moe_asyncrl.train.policy import policy_step
 from moe_asyncrl.train.probe import Measured
 from moe_asyncrl.train.publish import PublishReport
+from moe_asyncrl.train.reference import Reference
 from moe_asyncrl.train.routing import routing_record
-from moe_asyncrl.train.score import logprobs_of_batches
 from moe_asyncrl.train.sft import Examples, micro_batches_of
 from moe_asyncrl.train.step import update
 from moe_asyncrl.weights.agree import agree, collective_device
@@ -90,6 +89,8 @@ class TrainRun:
     publish: Publish | None = None
     """None where there are no engines (supervised runs)."""
     measure: Measure | None = None
+    reference: Reference | None = None
+    """What the KL is measured against; None where the recipe wants none."""
     cursor: Cursor = field(default_factory=Cursor)
     counters: Counters = field(default_factory=Counters)
     saved: int | None = None
@@ -184,7 +185,9 @@ def reinforce(run: TrainRun, *, start: int) -> Ended:
             return _stopped(run, step)
         waited = time.perf_counter() - began
         with span(run.folder.events, f"trainer-{run.rank}", "step", step=step + 1):
-            plan, done = policy_step(run, step, groups)
+            plan, done = policy_step(
+                r, run.state, run.client, groups, step=step + 1, lr=rate(r, step), reference=run.reference
+            )
         if run.first:
             result: ConsumedResult = run.client.consumed(step + 1)
             run.cursor, run.counters = result.cursor, result.counters
@@ -268,63 +271,6 @@ def _poll(run: TrainRun, step: int, since: float) -> Order:
     return Order(kind="wait") if batch is None else Order(kind="train", groups=batch.groups)
 
 
-def policy_step(run: TrainRun, step: int, groups: tuple[HeldGroup, ...]) -> tuple[BatchPlan, StepMetrics]:
-    """All updates of one batch. Collective.
-
-    Raises:
-        ReplayMismatch, ContractViolation: a trajectory does not fit; nothing was trained.
-        TrainingDiverged: loss or gradient is not finite.
-    """
-    r, model = run.recipe, run.state.model
-    replay = r.replay.mode == "r3" and model.spec.is_moe
-    mode: Literal["replay", "off"] = "replay" if replay else "off"
-    allow_missing = r.replay.allow_missing
-    with agree(f"preparing the batch of step {step + 1}"):
-        plan = plan_batch(
-            groups,
-            r.algorithm,
-            model.layout,
-            micro_batch_tokens=r.trainer.micro_batch_tokens,
-            crossover=crossover_length(model.spec),
-        )
-        prepared = []
-        for part in plan.updates:
-            headers = [part.headers[i] for i in part.of_rank(model.layout.coordinates(run.rank).dp)]
-            arrays = run.client.fetch(step + 1, headers, fields_for(model, replay=replay))
-            batches = micro_batches_from(part, arrays, model, replay=replay, allow_missing=allow_missing)
-            rows = coverage_of(headers, arrays) if model.counts and model.spec.is_moe else Coverage(0, 0, 0)
-            prepared.append((batches, rows))
-    temperature = r.rollout.temperature
-    if len(prepared) > 1:
-        for batches, _ in prepared:
-            old, _ = logprobs_of_batches(
-                model, batches, temperature=temperature, mode=mode, allow_missing=allow_missing
-            )
-            for batch, values in zip(batches, old or (), strict=False):
-                batch.old_logprobs = values
-    objective = PolicyObjective(
-        clip_low=r.algorithm.clip_low,
-        clip_high=r.algorithm.clip_high,
-        importance_cap=r.algorithm.importance_cap,
-        temperature=temperature,
-    )
-    done = [
-        update(
-            model,
-            run.state.optimizer,
-            batches,
-            objective,
-            lr=rate(r, step),
-            weight_decay=r.optimizer.weight_decay,
-            mode=mode,
-            allow_missing=allow_missing,
-            counted=rows,
-        )
-        for batches, rows in prepared
-    ]
-    return plan, combined(done)
-
-
 # --- both -------------------------------------------------------------------------------------------------------------
 
 
@@ -392,5 +338,4 @@ def _policy_fields(step: int, plan: BatchPlan, done: StepMetrics) -> dict[str, A
         "staleness_mean": sum(staleness) / len(staleness) if staleness else None,
         "staleness_max": max(staleness, default=None),
         "staleness_histogram": [staleness.count(lag) for lag in range(max(staleness, default=-1) + 1)],
-        "staleness_counts": {str(lag): staleness.count(lag) for lag in sorted(set(staleness))},
     }

@@ -22,6 +22,8 @@ SUMS = (
     "capped",
     "logprob_gap",
     "k3",
+    "kl_reference",
+    "reference_tokens",
     "entropy",
     "entropy_tokens",
     "decisions",
@@ -108,6 +110,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     logprob_gap_max: float | None = None
     sampler_kl: float | None = None
     """Mean k3 between sampler and trainer over trained tokens, stale ones included."""
+    kl_reference: float | None = None
+    """Mean k3 between the policy and the reference model over trained tokens, whatever `kl_estimator` is."""
     entropy: float | None = None
     """Mean over trained tokens, in nats."""
     flip_fraction: float | None = None
@@ -149,6 +153,7 @@ def step_metrics(
         logprob_gap=mean("logprob_gap"),
         logprob_gap_max=m["logprob_gap"] if policy else None,
         sampler_kl=mean("k3"),
+        kl_reference=s["kl_reference"] / s["reference_tokens"] if s["reference_tokens"] else None,
         entropy=s["entropy"] / s["entropy_tokens"] if s["entropy_tokens"] else None,
         flip_fraction=s["flipped"] / s["decisions"] if s["decisions"] else None,
         rows=int(s["rows"]),
@@ -198,6 +203,7 @@ _MEANS = (
     "importance_capped",
     "logprob_gap",
     "sampler_kl",
+    "kl_reference",
     "entropy",
     "flip_fraction",
 )

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_asyncrl.algorithms.kl import k3
+from moe_asyncrl.algorithms.kl import Estimator, k3, kl_estimate
 from moe_asyncrl.algorithms.policy_loss import policy_terms
 from moe_asyncrl.algorithms.supervised import supervised_loss
 from moe_asyncrl.train.batch import MicroBatch
@@ -16,6 +16,7 @@ from moe_asyncrl.train.metrics import MicroBatchTerms
 
 POLICY_SUMS = ("loss", "tokens", "ratio", "clipped", "importance", "capped", "logprob_gap", "k3")
 POLICY_MAXIMA = ("ratio", "importance", "logprob_gap")
+REFERENCE_SUMS = ("kl_reference", "reference_tokens")
 SUPERVISED_SUMS = ("loss", "tokens")
 
 
@@ -39,12 +40,18 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """Clipped policy loss against the old policy, with the truncated importance weight against the sampler."""
+    """Clipped policy loss against the old policy, with the truncated importance weight against the sampler.
+
+    Where the micro-batch has log-probabilities of a reference, `kl_coef` times the estimated KL(policy || reference) of
+    each token is added to its loss (GRPO, arXiv 2402.03300, equations 3 and 4).
+    """
 
     clip_low: float
     clip_high: float
     importance_cap: float
     temperature: float
+    kl_coef: float = 0.0
+    kl_estimator: Estimator = "k3"
     policy: bool = True
 
     def __call__(self, logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, MicroBatchTerms]:
@@ -62,14 +69,22 @@ class PolicyObjective:
             importance_cap=self.importance_cap,
         )
         loss = (terms.loss * batch.weights).sum()
+        frozen = batch.reference_logprobs
+        if frozen is not None:
+            frozen = torch.where(batch.trained, frozen, 0.0)
+            if self.kl_coef > 0:
+                loss = loss + self.kl_coef * (kl_estimate(new, frozen, self.kl_estimator) * batch.weights).sum()
         with torch.no_grad():
             on = batch.trained.float()
             gap = (new - sampler).abs()
             capped = (old - sampler).exp() > self.importance_cap if self.importance_cap > 0 else torch.zeros_like(on)
             columns = (terms.ratio, terms.clipped.float(), terms.importance, capped.float(), gap, k3(sampler, new))
-            sums = torch.stack([loss, on.sum(), *((c * on).sum() for c in columns)])
+            names: tuple[str, ...] = POLICY_SUMS
+            sums = [loss, on.sum(), *((c * on).sum() for c in columns)]
+            if frozen is not None:
+                names, sums = names + REFERENCE_SUMS, [*sums, (k3(new, frozen) * on).sum(), on.sum()]
             maxima = torch.stack([(c * on).max() for c in (terms.ratio, terms.importance, gap)])
-        return loss, MicroBatchTerms(POLICY_SUMS, sums, POLICY_MAXIMA, maxima)
+        return loss, MicroBatchTerms(names, torch.stack(sums), POLICY_MAXIMA, maxima)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -46,7 +46,7 @@ class BatchPlan:
     """Over all scored trajectories of the batch; None without one."""
     reward_std: float | None
     uniform_groups: int
-    """Groups without any difference in reward: nothing is learnt from them."""
+    """Groups without any difference in reward: nothing is learnt from them (but by a KL in the reward)."""
     unscored: int
     """Trajectories left out because their score failed."""
 
@@ -79,18 +79,16 @@ def plan_batch(
     headers = [h for g in groups for h in g.headers]
     for h in headers:
         check_header(h)
-    member = torch.tensor([i for i, g in enumerate(groups) for _ in g.headers], dtype=torch.int64)
-    scored = torch.tensor([REWARD in h.rewards for h in headers], dtype=torch.bool)
-    rewards = torch.tensor([h.rewards.get(REWARD, 0.0) for h in headers], dtype=torch.float64)
-    advantages = group_advantages(rewards, member, scored, normalize_std=algorithm.normalize_std).tolist()
-    known = rewards[scored]
-    learnt_from = {m for a, m in zip(advantages, member.tolist(), strict=True) if a}
+    member = [i for i, g in enumerate(groups) for _ in g.headers]
+    known = torch.tensor([h.rewards[REWARD] for h in headers if REWARD in h.rewards], dtype=torch.float64)
+    advantages = list(advantages_of(groups, algorithm).values())
+    learnt_from = {m for a, m in zip(advantages, member, strict=True) if a}
 
     updates = []
     for part in split_evenly(len(groups), algorithm.updates_per_batch):
         chosen = [
             i
-            for i, (h, m) in enumerate(zip(headers, member.tolist(), strict=True))
+            for i, (h, m) in enumerate(zip(headers, member, strict=True))
             if m in part and REWARD in h.rewards and h.sampled > 0 and h.length > 1
         ]
         counts = torch.tensor([headers[i].sampled for i in chosen], dtype=torch.int64)
@@ -113,8 +111,28 @@ def plan_batch(
         reward_mean=float(known.mean()) if known.numel() else None,
         reward_std=float(known.std(correction=0)) if known.numel() else None,
         uniform_groups=len(groups) - len(learnt_from),
-        unscored=int((~scored).sum()),
+        unscored=len(headers) - known.numel(),
     )
+
+
+def advantages_of(
+    groups: Sequence[HeldGroup], algorithm: Algorithm, penalties: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Advantage of each trajectory of the batch by name, in the groups' order.
+
+    `penalties` are taken off the rewards first, by name; a trajectory without one loses nothing.
+    """
+    headers = [h for g in groups for h in g.headers]
+    names = [h.identity.trajectory for h in headers]
+    member = torch.tensor([i for i, g in enumerate(groups) for _ in g.headers], dtype=torch.int64)
+    scored = torch.tensor([REWARD in h.rewards for h in headers], dtype=torch.bool)
+    off = penalties or {}
+    rewards = torch.tensor(
+        [h.rewards.get(REWARD, 0.0) - off.get(n, 0.0) for n, h in zip(names, headers, strict=True)],
+        dtype=torch.float64,
+    )
+    found = group_advantages(rewards, member, scored, normalize_std=algorithm.normalize_std)
+    return dict(zip(names, found.tolist(), strict=True))
 
 
 def micro_batch_multiple(layout: Layout) -> int:

@@ -134,6 +134,7 @@ def _go(
     from moe_asyncrl.train import checkpoint
     from moe_asyncrl.train.checkpoint_folder import CheckpointInfo, newest_complete
     from moe_asyncrl.train.loop import TrainRun, reinforce, save_once, supervised_loop, warm_up
+    from moe_asyncrl.train.reference import open_reference
     from moe_asyncrl.weights.agree import agree
 
     first = state.model.rank == 0
@@ -192,6 +193,7 @@ def _go(
             client.set_phase("running")
         supervised_loop(work, examples, start=start)
     else:
+        work.reference = open_reference(recipe, folder, state.model, fresh=found is None)
         publish, work.measure = _engines(folder, recipe, state, client, first, stop, resources)
         work.publish = publish
         publish(start)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_asyncrl.algorithms.entropy import entropy_from_logits
-from moe_asyncrl.algorithms.kl import k3
+from moe_asyncrl.algorithms.kl import Estimator, k3, kl_estimate
 from moe_asyncrl.algorithms.policy_loss import importance_weight, policy_terms
 from moe_asyncrl.algorithms.supervised import supervised_loss
 
@@ -110,6 +110,44 @@ def test_k3_is_unbiased_never_negative_and_keeps_its_digits() -> None:
     # Near agreement k3 is half the squared difference: float32 would lose it if computed as exp(x) - 1 - x.
     x = torch.tensor([1e-3])
     assert k3(torch.zeros(1), x).item() == pytest.approx(0.5e-6, rel=2e-2)
+
+
+def plain_kl(drawn: float, other: float, estimator: Estimator) -> float:
+    log_ratio = other - drawn
+    return {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": math.exp(log_ratio) - 1 - log_ratio}[estimator]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_estimates_equal_their_formulas_and_their_gradients_finite_differences(estimator: Estimator) -> None:
+    torch.manual_seed(3)
+    drawn, other = (-4 * torch.rand(200, dtype=torch.float64) - 0.1 for _ in range(2))
+    drawn.requires_grad_()
+    found = kl_estimate(drawn, other, estimator)
+    wanted = [plain_kl(a, b, estimator) for a, b in zip(drawn.tolist(), other.tolist(), strict=True)]
+    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-15)
+    (gradient,) = torch.autograd.grad(found.sum(), drawn)
+    h = 1e-6
+    up, down = (kl_estimate((drawn + s * h).detach(), other, estimator) for s in (1, -1))
+    torch.testing.assert_close(gradient, (up - down) / (2 * h), rtol=1e-6, atol=1e-8)
+
+
+def test_what_the_estimators_are_over_all_tokens() -> None:
+    """k1 and k3 have the divergence as their mean, k2 its gradient; k1 has none on average."""
+    torch.manual_seed(4)
+    logits = torch.randn(16, dtype=torch.float64, requires_grad=True)
+    q = torch.randn(16, dtype=torch.float64).log_softmax(0)
+    p = logits.log_softmax(0)
+    exact = (p.exp() * (p - q)).sum()
+    (slope,) = torch.autograd.grad(exact, logits, retain_graph=True)
+
+    def mean(estimator: Estimator) -> torch.Tensor:
+        return (p.exp().detach() * kl_estimate(p, q, estimator)).sum()
+
+    for unbiased in ("k1", "k3"):
+        torch.testing.assert_close(mean(unbiased), exact)  # type: ignore[arg-type]
+    torch.testing.assert_close(torch.autograd.grad(mean("k2"), logits, retain_graph=True)[0], slope)
+    nothing = torch.autograd.grad(mean("k1"), logits)[0]
+    torch.testing.assert_close(nothing, torch.zeros_like(nothing), rtol=0, atol=1e-12)
 
 
 def test_entropy() -> None:

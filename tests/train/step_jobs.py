@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from moe_asyncrl.algorithms.aggregation import Aggregation, token_weights
+from moe_asyncrl.algorithms.kl import Estimator
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
+from moe_asyncrl.replay.controller import Mode
 from moe_asyncrl.train.batch import MicroBatch, Sample, make_micro_batch
 from moe_asyncrl.train.objective import PolicyObjective
 from moe_asyncrl.train.pack import pack
@@ -19,6 +22,9 @@ from tests.train.parity_jobs import tiny_spec
 from tests.train.sharded import Part, fill, over_vocabulary, relative
 
 OBJECTIVE = PolicyObjective(clip_low=0.2, clip_high=0.28, importance_cap=2.0, temperature=0.8)
+REFERENCE = "transpose_projection"
+"""The reference of the tests is the policy with its attention's output projections transposed."""
+KL_COEF = 0.3
 
 
 def samples(
@@ -88,8 +94,17 @@ def policy_gradients(
     plant: str | None = None,
     aggregation: Aggregation = "token_mean",
     changes: dict[str, Any] | None = None,
+    kl: Estimator | None = None,
+    reference: str = REFERENCE,
+    reference_mode: Mode | None = None,
 ) -> tuple[dict[str, float], dict[str, float], list[Part]]:
-    """Sums, maxima and this rank's gradients of the policy loss of one batch."""
+    """Sums, maxima and this rank's gradients of the policy loss of one batch.
+
+    With `kl`, of the loss with that estimate of the KL to the reference, whose pass routes by `reference_mode` (as the
+    policy if None).
+    """
+    from moe_asyncrl.train.reference import Reference
+    from moe_asyncrl.train.score import logprobs_of_batches
     from moe_asyncrl.train.step import gradients as step_gradients
     from tests.train.sharded import gradients
 
@@ -101,12 +116,28 @@ def policy_gradients(
         for batch in batches:
             # A function of the token alone, so that it does not depend on the packing.
             batch.old_logprobs = -1.0 - batch.labels[0] % 7 * 0.7
-    totals = step_gradients(model, batches, OBJECTIVE, mode="replay" if replay else "off")
+    mode: Mode = "replay" if replay else "off"
+    objective = OBJECTIVE
+    if kl is not None:
+        objective = dataclasses.replace(OBJECTIVE, kl_coef=KL_COEF, kl_estimator=kl)
+        fill(model.chunks, vocab_size=spec.vocab_size, **{reference: True})
+        frozen = Reference(model)
+        fill(model.chunks, vocab_size=spec.vocab_size)
+        with frozen.in_place():
+            found, _ = logprobs_of_batches(model, batches, temperature=0.8, mode=reference_mode or mode)
+        for batch, values in zip(batches, found or (), strict=False):
+            batch.reference_logprobs = values
+    totals = step_gradients(model, batches, objective, mode=mode)
     return totals.sums, totals.maxima, gradients(model.ddp)
 
 
 def plain_gradients(
-    layout: Layout, *, replay: bool = False, old: bool = False, aggregation: Aggregation = "token_mean"
+    layout: Layout,
+    *,
+    replay: bool = False,
+    old: bool = False,
+    aggregation: Aggregation = "token_mean",
+    kl: Estimator | None = None,
 ) -> tuple[float, list[Part]]:
     """Loss and gradients of the same batch, written out plainly: one sequence at a time, no packing, no schedule."""
     from tests.train.sharded import gradients
@@ -114,6 +145,7 @@ def plain_gradients(
     spec = tiny_spec()
     model = model_of(spec, layout)
     (chunk,) = model.chunks
+    frozen = model_of(spec, layout, plant=REFERENCE).chunks[0] if kl is not None else None
     total = torch.zeros(())
     given = samples(spec, aggregation=aggregation)
     trained = sum(int(s.trained.sum()) for s in given)
@@ -122,14 +154,7 @@ def plain_gradients(
         wrapped.zero_grad_buffer()
     for s in given:
         ids = torch.from_numpy(s.tokens.astype(np.int64))
-        if replay:
-            rows = torch.from_numpy(s.experts.astype(np.int64))  # type: ignore[union-attr]
-            for number, router in enumerate(
-                m.router for m in (layer.mlp for layer in chunk.decoder.layers) if hasattr(m, "router")
-            ):
-                router.router_replay = _Fixed(rows[:, number])
-        logits = chunk(ids[None, :-1], torch.arange(len(ids) - 1)[None], None)[0]
-        logp = (logits / OBJECTIVE.temperature).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        logp = plain_logprobs(chunk, s, replay)
         on = torch.from_numpy(s.trained[1:])
         n = int(on.sum())
         if n == 0:
@@ -140,9 +165,25 @@ def plain_gradients(
         ratio = torch.exp(new - before)
         surrogate = torch.minimum(ratio * s.advantage, ratio.clamp(0.8, 1.28) * s.advantage)
         losses = -torch.exp(before - sampler).clamp(max=2.0) * surrogate
+        if frozen is not None:
+            gone = plain_logprobs(frozen, s, replay).detach()[on] - new
+            losses = losses + KL_COEF * {"k1": -gone, "k2": gone**2 / 2, "k3": gone.exp() - 1 - gone}[str(kl)]
         total = total + (losses.sum() / trained if aggregation == "token_mean" else losses.mean() / trained_sequences)
     total.backward()
     return float(total), gradients(model.ddp)
+
+
+def plain_logprobs(chunk: Any, s: Sample, replay: bool) -> torch.Tensor:
+    """Log-probability of each label of one sequence, alone."""
+    ids = torch.from_numpy(s.tokens.astype(np.int64))
+    if replay:
+        rows = torch.from_numpy(s.experts.astype(np.int64))  # type: ignore[union-attr]
+        for number, router in enumerate(
+            m.router for m in (layer.mlp for layer in chunk.decoder.layers) if hasattr(m, "router")
+        ):
+            router.router_replay = _Fixed(rows[:, number])
+    logits = chunk(ids[None, :-1], torch.arange(len(ids) - 1)[None], None)[0]
+    return (logits / OBJECTIVE.temperature).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 
 class _Fixed:
