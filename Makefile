@@ -19,7 +19,7 @@ INPUTS := requirements/cpu.txt requirements/dev.txt requirements/cpu-nodeps.txt 
 # Tests that find one core each are steadier than tests that fight for two.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test bench soak lint format gpu-check lock clean
+.PHONY: help setup setup-trl demo test bench soak lint format gpu-check lock clean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -29,6 +29,9 @@ $(STAMP): $(INPUTS)
 	@touch $(STAMP)
 
 setup: $(STAMP) ## Make .venv with the locked packages (Linux x86-64, Python 3.11).
+
+setup-trl: $(STAMP) ## Make .venv-trl, with the peer that the end-to-end benchmark compares with.
+	@$(BIN)/python -m benchmarks.peer_trl.environment --torch-index "$(TORCH_INDEX)"
 
 demo: $(STAMP) ## A tiny mixture-of-experts model learns arithmetic, asynchronously, on this machine.
 	@$(BIN)/moe-asyncrl demo $(ARGS)
@@ -59,6 +62,6 @@ gpu-check: $(STAMP) ## Every path that only a GPU can run, in under ten minutes,
 lock: $(STAMP) ## Resolve requirements/*.in into the locks anew.
 	@$(BIN)/python scripts/lock.py
 
-clean: ## Remove what the tools left behind; .venv and runs/ stay.
+clean: ## Remove what the tools left behind; .venv, .venv-trl and runs/ stay.
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path "./.venv*/*" -prune -exec rm -rf {} +

@@ -31,7 +31,7 @@ def project_files() -> list[Path]:
         names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
         paths = [ROOT / name for name in names]
     else:
-        skip = {".venv", ".git", "runs", "build", "dist", "__pycache__"}
+        skip = {".venv", ".venv-trl", ".git", "runs", "build", "dist", "__pycache__"}
         paths = [p for p in ROOT.rglob("*") if not skip & set(p.relative_to(ROOT).parts)]
     return sorted(p for p in paths if p.suffix in TEXT and p.is_file())
 
