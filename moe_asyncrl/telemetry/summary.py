@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
+from moe_asyncrl.telemetry.busy import Busy
 from moe_asyncrl.telemetry.jsonl import read_jsonl
 from moe_asyncrl.telemetry.run_folder import RunFolder
 from moe_asyncrl.telemetry.spans import overlap
@@ -49,7 +53,10 @@ def summarize(
     counts: TrajectoryCounts,
     since: float = 0.0,
 ) -> Summary:
-    """Read metrics and events once, line by line, and sum them up. Events that ended before `since` are left out."""
+    """Read metrics and events once and sum them up; a long run takes time for it, and no memory to speak of.
+
+    Events that ended before `since` are left out.
+    """
     s = Summary(status=status, error=error, seconds=seconds, trajectories=counts)
     rows = known = same = 0.0
     probes: list[dict[str, Any]] = []
@@ -72,21 +79,45 @@ def summarize(
     if rows:
         s.replay_coverage, s.coverage_same_version = known / rows, same / rows
     s.kl_replay, s.kl_live = _token_mean(probes, "kl_replay"), _token_mean(probes, "kl_live")
-    generating: list[tuple[float, float]] = []
-    stepping: list[tuple[float, float]] = []
+    generating, stepping = Busy(), Busy()
     versions: set[int] = set()
-    for e in read_jsonl(folder.events_path):
-        if float(e["end"]) < since:
-            continue
-        if e["span"] == "generate":
-            generating.append((float(e["start"]), float(e["end"])))
-        elif e["span"] == "step":
-            stepping.append((float(e["start"]), float(e["end"])))
-        elif e["span"] == "update" and "error" not in e:
-            versions.add(int(e["version"]))
+    for block in _events(folder.events_path):
+        late = [e for e in block if e.end >= since]
+        for name, busy in (("generate", generating), ("step", stepping)):
+            times = np.array([(e.start, e.end) for e in late if e.span == name]).reshape(-1, 2)
+            busy.add(times[:, 0], times[:, 1])
+        versions |= {e.version for e in late if e.span == "update" and e.error is None and e.version is not None}
     s.weight_versions = len(versions)
     s.overlap = overlap(generating, stepping)
     return s
+
+
+class _Event(msgspec.Struct):
+    """What the summary reads of a line of `events.jsonl`."""
+
+    span: str
+    start: float
+    end: float
+    version: int | None = None
+    error: str | None = None
+
+
+def _events(path: Path, block_lines: int = 50_000) -> Iterator[list[_Event]]:
+    """All events, in blocks. A line that is none (a process died while it wrote) is passed over."""
+    if not path.exists():
+        return
+    decode = msgspec.json.Decoder(_Event).decode
+    block: list[_Event] = []
+    with path.open("rb") as f:
+        for line in f:
+            try:
+                block.append(decode(line))
+            except msgspec.MsgspecError:
+                continue
+            if len(block) == block_lines:
+                yield block
+                block = []
+    yield block
 
 
 def _token_mean(probes: list[dict[str, Any]], name: str) -> float | None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from moe_asyncrl.telemetry.jsonl import JsonlTail, read_jsonl
 from moe_asyncrl.telemetry.run_folder import RunFolder
-from moe_asyncrl.telemetry.spans import overlap, span, union
+from moe_asyncrl.telemetry.busy import Busy
+from moe_asyncrl.telemetry.spans import overlap, span
 from moe_asyncrl.telemetry.summary import TrajectoryCounts, summarize
 
 interval = st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda p: (float(p[0]), float(p[0] + p[1])))
@@ -23,13 +24,13 @@ def test_overlap_equals_counting_seconds(busy: list[tuple[float, float]], inside
     def seconds(intervals: list[tuple[float, float]]) -> set[int]:
         return {s for a, b in intervals for s in range(int(a), int(b))}
 
-    found = overlap(busy, inside)
+    found = overlap(Busy.of(busy), Busy.of(inside))
     within = seconds(inside)
     if not within:
         assert found is None
     else:
         assert found == pytest.approx(len(seconds(busy) & within) / len(within))
-    assert {s for a, b in union(busy) for s in range(int(a), int(b))} == seconds(busy)
+    assert {s for a, b in zip(*Busy.of(busy).intervals(), strict=True) for s in range(int(a), int(b))} == seconds(busy)
 
 
 def test_a_span_is_recorded_also_when_its_body_raises(tmp_path: Path) -> None:
