@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -44,4 +46,51 @@ def test_a_model_that_fits_is_accepted(model: Path) -> None:
 def test_what_would_fail_later_is_one_line_now(model: Path, sections: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         check_model(recipe(model, **sections))
+    assert "\n" not in str(caught.value)
+
+
+def with_reference(model: Path, reference: Path) -> Recipe:
+    return Recipe(model=Model(path=str(model), reference=str(reference)), data=Data(train="t.jsonl"))
+
+
+def test_a_reference_of_the_same_kind_is_accepted(model: Path, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "other", "qwen3_moe", 1)
+    check_model(with_reference(model, tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    ("plant", "message"),
+    [
+        ("absent", "no such|not a|does not exist"),
+        ("family", "another kind of model than model.path: family qwen3 "),
+        ("vocabulary", r"another kind of model than model.path: vocab_size 300 \(not \d+\)"),
+        ("rope", r"another kind of model than model.path: rope_theta 5000.0 \(not"),
+        ("tokenizer", "its tokenizer has another vocabulary"),
+        ("tensor", "model.norm.weight"),
+    ],
+)
+def test_a_reference_that_cannot_be_one_is_refused(model: Path, tmp_path: Path, plant: str, message: str) -> None:
+    other = tmp_path / "reference"
+    if plant == "family":
+        make_tiny_model(other, "qwen3", 1)
+    elif plant != "absent":
+        shutil.copytree(model, other)
+    if plant in ("vocabulary", "rope"):
+        config = json.loads((other / "config.json").read_text())
+        config |= {"vocab_size": 300} if plant == "vocabulary" else {"rope_theta": 5000.0}
+        (other / "config.json").write_text(json.dumps(config))
+    if plant == "tokenizer":
+        tokenizer = json.loads((other / "tokenizer.json").read_text())
+        first, second, *_ = tokenizer["model"]["vocab"]
+        vocabulary = tokenizer["model"]["vocab"]
+        vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+        (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    if plant == "tensor":
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(other / "model.safetensors")
+        del tensors["model.norm.weight"]
+        save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=message) as caught:
+        check_model(with_reference(model, other))
     assert "\n" not in str(caught.value)
