@@ -24,8 +24,8 @@ def commands(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Ite
             "port": {"engine": {"base_port": port}},
             "flag": {"engine": {"extra_args": ["--no-such-flag"]}},
             "judge": {"reward": {"function": "rewards:always_fails", "max_consecutive_failures": 24}},
-            "at once": {},
-            "early": {},
+            "at once": {"run": {"steps": 100000}},
+            "early": {"run": {"steps": 100000}},
             "sft": {
                 "run": {"steps": 20},
                 "algorithm": {"objective": "sft"},
@@ -56,15 +56,7 @@ def failed(command: Command) -> str:
     return said.err
 
 
-def test_the_port_is_taken(commands: dict[str, Command]) -> None:
-    line = failed(commands["port"])
-    assert "engine-0" in line and "port" in line and "not free" in line
-
-
-def test_an_engine_that_dies_at_its_start(commands: dict[str, Command]) -> None:
-    """Its own last words are shown."""
-    line = failed(commands["flag"])
-    assert "engine-0" in line and "unrecognized arguments: --no-such-flag" in line
+# The two that interrupt come first: what they wait for passes.
 
 
 def test_an_interrupt_before_anything_is_ready(commands: dict[str, Command]) -> None:
@@ -88,6 +80,17 @@ def test_an_interrupt_while_the_engine_starts(commands: dict[str, Command]) -> N
     assert command.none_left() and said.code == 130 and said.err == "", said
     assert summary(command.folder)["status"] == "stopped"
     assert newest_checkpoint(command) == "step-00000000"
+
+
+def test_the_port_is_taken(commands: dict[str, Command]) -> None:
+    line = failed(commands["port"])
+    assert "engine-0" in line and "port" in line and "not free" in line
+
+
+def test_an_engine_that_dies_at_its_start(commands: dict[str, Command]) -> None:
+    """Its own last words are shown."""
+    line = failed(commands["flag"])
+    assert "engine-0" in line and "unrecognized arguments: --no-such-flag" in line
 
 
 def test_supervised_learning_needs_no_engine(commands: dict[str, Command]) -> None:
