@@ -33,7 +33,7 @@ class Summary(msgspec.Struct, kw_only=True):
     steps: int = 0
     seconds: float = 0.0
     accuracy_before: float | None = None
-    """Mean reward of greedy answers to held-out prompts, at the first evaluation; an accuracy where rewards are 0 or 1."""
+    """Mean reward of greedy answers to held-out prompts when first evaluated; an accuracy where rewards are 0 or 1."""
     accuracy_after: float | None = None
     """The same at the last evaluation."""
     weight_versions: int = 0
