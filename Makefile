@@ -38,7 +38,7 @@ demo: $(STAMP) ## A tiny mixture-of-experts model learns arithmetic, asynchronou
 
 test: lint ## Lint, then every test.
 	@bash scripts/system_packages.sh
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@bash scripts/test.sh $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff, mypy --strict, import-linter.
 	@$(BIN)/ruff check .
