@@ -47,10 +47,21 @@ class EvalResult:
     tokens: int
     """Sampled tokens, all prompts together."""
     seconds: float
+    accuracy_by_source: dict[str, float] = dataclasses.field(default_factory=dict)
+    """By the names of the sources; empty where they have none."""
 
     def metrics(self) -> dict[str, Any]:
         """The `eval` line of metrics.jsonl."""
-        return {"kind": "eval", "time": time.time(), **dataclasses.asdict(self)}
+        fields = dataclasses.asdict(self)
+        if not self.accuracy_by_source:
+            del fields["accuracy_by_source"]
+        return {"kind": "eval", "time": time.time(), **fields}
+
+
+def _by_source(scored: Sequence[tuple[str, float]]) -> dict[str, float]:
+    names = sorted({name for name, _ in scored if name})
+    found = {name: [total for of, total in scored if of == name] for name in names}
+    return {name: sum(totals) / len(totals) for name, totals in found.items()}
 
 
 async def evaluate(
@@ -63,7 +74,7 @@ async def evaluate(
     begun = time.monotonic()
     slots = asyncio.Semaphore(LISTS_AT_ONCE)
 
-    async def part(start: int) -> tuple[list[Completion], list[Score]]:
+    async def part(start: int) -> tuple[list[Completion], list[tuple[str, Score]]]:
         async with slots:
             ready = [prompts[i] for i in range(start, min(start + LIST, len(prompts)))]
             completions = await generate(
@@ -80,13 +91,15 @@ async def evaluate(
             )
         good = [(p, c) for p, c in zip(ready, completions, strict=True) if usable(c)]
         jobs = [job for p, c in good for job in jobs_for(p, [c], tokenizer)]
-        return completions, await scorer.score(jobs)
+        names = [p.prompt.name for p, _ in good]
+        return completions, list(zip(names, await scorer.score(jobs), strict=True))
 
     done = await asyncio.gather(*(part(i) for i in range(0, len(prompts), LIST)))
     completions = [c for part_, _ in done for c in part_]
-    totals = [s.rewards[TOTAL] for _, scores in done for s in scores if s.status == "ok"]
+    scored = [(name, s.rewards[TOTAL]) for _, scores in done for name, s in scores if s.status == "ok"]
+    totals = [total for _, total in scored]
     if not totals:
-        last = next((s.detail for _, scores in done for s in scores), "no completion came back whole")
+        last = next((s.detail for _, scores in done for _, s in scores), "no completion came back whole")
         raise UserError(f"evaluation: none of {len(prompts)} answers could be scored; one reason: {last}")
     return EvalResult(
         version=version,
@@ -96,6 +109,7 @@ async def evaluate(
         failed=len(prompts) - len(totals),
         tokens=sum(len(c.output_ids) for c in completions),
         seconds=time.monotonic() - begun,
+        accuracy_by_source=_by_source(scored),
     )
 
 
@@ -105,14 +119,16 @@ async def evaluate_at(url: str, recipe: Recipe, *, api_key: str | None = None) -
     Raises UserError for a recipe without one, bad data, a bad reward function, or an engine that fails.
     """
     from moe_asyncrl.engine.client import EngineClient
-    from moe_asyncrl.rollout.prompts import eval_prompts
+    from moe_asyncrl.rollout.prompts import eval_prompts, reward_functions
     from moe_asyncrl.scoring.scorer import search_folders
 
     tokenizer = Tokenizer.load(recipe.model.path)
     prompts = eval_prompts(recipe, tokenizer)
     if prompts is None:
         raise UserError("data.eval is not set: there is nothing to evaluate on")
-    scorer = await Scorer.start(recipe.reward, search=search_folders(recipe.reward))
+    scorer = await Scorer.start(
+        recipe.reward, search=search_folders(recipe.reward), functions=reward_functions(recipe, train=False)
+    )
     try:
         async with EngineClient(url, name="engine", api_key=api_key) as client:
 

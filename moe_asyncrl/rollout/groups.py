@@ -13,7 +13,7 @@ from moe_asyncrl.engine.completion import Completion, GenerateRequest, sampling_
 from moe_asyncrl.models.tokenizer import Tokenizer
 from moe_asyncrl.rollout.assemble import assemble
 from moe_asyncrl.rollout.prompts import ReadyPrompt
-from moe_asyncrl.scoring.score import TOTAL, Score, ScoreJob
+from moe_asyncrl.scoring.score import ENTRY, TOTAL, Score, ScoreJob
 
 MIN_SAMPLES = 2
 """A group-relative advantage compares samples: fewer have none."""
@@ -68,7 +68,8 @@ def jobs_for(prompt: ReadyPrompt, completions: Sequence[Completion], tokenizer: 
     """What the scorer is asked, in order."""
     p = prompt.prompt
     text = p.text
-    return [ScoreJob(text, tokenizer.decode(c.output_ids.tolist()), p.answer, p.metadata) for c in completions]
+    metadata = p.metadata if p.entry is None else {**p.metadata, ENTRY: p.entry}
+    return [ScoreJob(text, tokenizer.decode(c.output_ids.tolist()), p.answer, metadata, p.reward) for c in completions]
 
 
 def group_outcome(
@@ -105,7 +106,7 @@ def group_outcome(
             ),
             sampling=sampling,
             rewards=s.rewards,
-            score_status={recipe.reward.function: s.report(scorer_version)},
+            score_status={prompt.prompt.reward or recipe.reward.function: s.report(scorer_version)},
             metadata=metadata,
         )
         for i, c, s in scored

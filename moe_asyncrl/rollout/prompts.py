@@ -1,4 +1,4 @@
-"""Prompts ready for sampling: a checked file, tokenised, with each prompt's own longest answer."""
+"""Prompts ready for sampling: checked sources, tokenised, with each prompt's own longest answer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from moe_asyncrl.config.recipe import Recipe
+from moe_asyncrl.config.recipe import Recipe, Source
+from moe_asyncrl.config.sources import source_reward
 from moe_asyncrl.data.errors import UserError
-from moe_asyncrl.data.prompts import Prompt, PromptFile
+from moe_asyncrl.data.prompt import Prompt
+from moe_asyncrl.data.sources.opening import Order, Prompts, open_prompts
 from moe_asyncrl.models.tokenizer import Tokenizer
 from moe_asyncrl.scoring.scorer import check_prompt
 
@@ -26,17 +28,25 @@ class ReadyPrompt:
 
 
 class ReadyPrompts:
-    """A prompt file seen through a tokenizer. Lines are parsed and tokenised when they are asked for."""
+    """Prompts seen through a tokenizer. They are parsed and tokenised when they are asked for."""
 
-    def __init__(self, file: PromptFile, prepare: Callable[[Prompt], ReadyPrompt]) -> None:
-        self._file = file
+    def __init__(self, prompts: Prompts, prepare: Callable[[Prompt], ReadyPrompt]) -> None:
+        self.prompts = prompts
         self._prepare = prepare
 
     def __len__(self) -> int:
-        return len(self._file)
+        return len(self.prompts)
 
     def __getitem__(self, position: int) -> ReadyPrompt:
-        return self._prepare(self._file[position])
+        return self._prepare(self.prompts[position])
+
+    def order(self, *, seed: int, shuffle: bool) -> Order:
+        """Which position each prompt instance of the run is."""
+        return self.prompts.order(seed=seed, shuffle=shuffle)
+
+    def close(self) -> None:
+        """Close the files."""
+        self.prompts.close()
 
 
 def preparation(recipe: Recipe, tokenizer: Tokenizer, *, max_new_tokens: int) -> Callable[[Prompt], ReadyPrompt]:
@@ -70,19 +80,48 @@ def _own_limit(prompt: Prompt, field: str | None, default: int) -> int:
     return value
 
 
-def train_prompts(recipe: Recipe, tokenizer: Tokenizer) -> ReadyPrompts:
-    """The training prompts, all of them checked. Raises UserError as `preparation` and `PromptFile.open` do."""
+def train_prompts(recipe: Recipe, tokenizer: Tokenizer, *, every_row: bool = True) -> ReadyPrompts:
+    """The training prompts, checked: JSON lines all, rows of tables with `every_row`, of a task some.
+
+    Raises UserError as `preparation` and `open_prompts` do.
+    """
     prepare = preparation(recipe, tokenizer, max_new_tokens=recipe.rollout.max_new_tokens)
-    return ReadyPrompts(PromptFile.open(recipe.data.train, check=lambda p: _ignore(prepare(p))), prepare)
+    prompts = open_prompts(
+        recipe.data.train,
+        use="train",
+        seed=recipe.run.seed,
+        check=lambda p: _ignore(prepare(p)),
+        every_row=every_row,
+    )
+    return ReadyPrompts(prompts, prepare)
 
 
 def eval_prompts(recipe: Recipe, tokenizer: Tokenizer) -> ReadyPrompts | None:
-    """The first `eval.max_prompts` held-out prompts, checked; None if the recipe names no file."""
+    """The first `eval.max_prompts` held-out prompts, checked; None if the recipe names none."""
     if recipe.data.eval is None:
         return None
     prepare = preparation(recipe, tokenizer, max_new_tokens=recipe.eval.max_new_tokens or recipe.rollout.max_new_tokens)
-    file = PromptFile.open(recipe.data.eval, limit=recipe.eval.max_prompts, check=lambda p: _ignore(prepare(p)))
-    return ReadyPrompts(file, prepare)
+    prompts = open_prompts(
+        recipe.data.eval,
+        use="eval",
+        seed=recipe.run.seed,
+        limit=recipe.eval.max_prompts,
+        check=lambda p: _ignore(prepare(p)),
+    )
+    return ReadyPrompts(prompts, prepare)
+
+
+def reward_functions(recipe: Recipe, *, train: bool = True) -> tuple[str, ...]:
+    """The rewards that the prompts of the recipe are scored by; `train` false looks at the held-out ones alone."""
+    entries: tuple[str | tuple[Source, ...] | None, ...] = (*((recipe.data.train,) if train else ()), recipe.data.eval)
+    default = recipe.reward.function
+    found = {
+        name
+        for entry in entries
+        if entry is not None
+        for name in ((default,) if isinstance(entry, str) else (source_reward(s, default) for s in entry))
+    }
+    return tuple(sorted(found))
 
 
 def _ignore(_: ReadyPrompt) -> None:

@@ -22,7 +22,7 @@ from moe_asyncrl.engine.pool import EnginePool
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.models.tokenizer import Tokenizer
 from moe_asyncrl.rollout.evaluate import evaluate
-from moe_asyncrl.rollout.prompts import ReadyPrompts, eval_prompts, train_prompts
+from moe_asyncrl.rollout.prompts import ReadyPrompts, eval_prompts, reward_functions, train_prompts
 from moe_asyncrl.rollout.worker import ATTEMPTS, Worker
 from moe_asyncrl.scoring.scorer import Scorer, search_folders
 from moe_asyncrl.telemetry.run_folder import RunFolder
@@ -52,7 +52,9 @@ async def _run(folder: RunFolder, recipe: Recipe, index: int) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    scorer = await Scorer.start(recipe.reward, search=search_folders(recipe.reward))
+    scorer = await Scorer.start(
+        recipe.reward, search=search_folders(recipe.reward), functions=reward_functions(recipe, train=True)
+    )
     try:
         spec = ModelSpec.from_hf(recipe.model.path)
         tokenizer = Tokenizer.load(recipe.model.path, spec)
@@ -68,7 +70,7 @@ async def _run(folder: RunFolder, recipe: Recipe, index: int) -> int:
                 spec=spec,
                 tokenizer=tokenizer,
                 scorer=scorer,
-                train=train_prompts(recipe, tokenizer),
+                train=train_prompts(recipe, tokenizer, every_row=False),  # they were looked at before the run
                 held_out=eval_prompts(recipe, tokenizer) if index == 0 else None,
                 buffer=buffer,
                 engines=engines,

@@ -17,7 +17,6 @@ from moe_asyncrl.buffer.aio import AsyncBufferClient
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.errors import EngineLost, StaleEpoch, UserError
 from moe_asyncrl.data.messages import RunState, Ticket
-from moe_asyncrl.data.prompts import PromptOrder
 from moe_asyncrl.data.validate import validate
 from moe_asyncrl.engine.completion import Completion, GenerateRequest
 from moe_asyncrl.engine.errors import EngineRefused, MalformedReply
@@ -68,7 +67,7 @@ class Worker:
         self._prompts, self._tokenizer, self._scorer = prompts, tokenizer, scorer
         self._buffer, self._engines, self._events = buffer, engines, events
         self._num_experts, self._on_state = num_experts, on_state
-        self._order = PromptOrder(len(prompts), seed=recipe.run.seed, shuffle=recipe.data.shuffle)
+        self._order = prompts.order(seed=recipe.run.seed, shuffle=recipe.data.shuffle)
         self._held: set[Ticket] = set()
         self._lists: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
@@ -174,7 +173,9 @@ class Worker:
         good = [c for c in completions if usable(c)]
         scores = await self._scorer.score(jobs_for(work.prompt, good, self._tokenizer))
         self.rates.scored(scores)
-        outcome = group_outcome(self._recipe, work, completions, scores, self._scorer.version)
+        outcome = group_outcome(
+            self._recipe, work, completions, scores, self._scorer.version(work.prompt.prompt.reward)
+        )
         self.rates.failed += outcome.failed
         if outcome.fate is not None:
             if outcome.fate == "failed":

@@ -46,4 +46,9 @@ def last_number(text: str) -> float | None:
 
 
 RULES = {"exact": exact, "numeric": numeric}
-"""Rules by the name that the recipe gives them."""
+"""Rules that run inline, by the name that the recipe gives them."""
+LIBRARY = {"math": "math-verify", "reasoning_gym": "reasoning-gym"}
+"""Rules that are another package's, and run in processes of their own: name -> package."""
+MODULES = {"math": "moe_asyncrl.scoring.math_answer:reward", "reasoning_gym": "moe_asyncrl.scoring.gym_answer:reward"}
+"""What such a process loads."""
+BUILT_IN = (*RULES, *MODULES)

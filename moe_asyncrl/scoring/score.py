@@ -10,6 +10,8 @@ import msgspec
 from moe_asyncrl.data.trajectory import ScorerReport, ScoreStatus
 
 TOTAL = "total"
+ENTRY = "entry"
+"""Key under which a job's metadata has the item of a task, for the task's own scorer."""
 
 
 class ScoreJob(msgspec.Struct, frozen=True, array_like=True):
@@ -19,6 +21,8 @@ class ScoreJob(msgspec.Struct, frozen=True, array_like=True):
     completion: str
     answer: str | None
     metadata: dict[str, Any]
+    function: str | None = None
+    """The reward that scores it; the recipe's if not given."""
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True):

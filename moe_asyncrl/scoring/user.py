@@ -24,6 +24,7 @@ from typing import Any
 import xxhash
 
 from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.scoring.rules import BUILT_IN
 
 PARAMETERS = ("prompt", "completion", "answer", "metadata")
 
@@ -33,7 +34,10 @@ def split_name(name: str) -> tuple[str, str]:
     module, colon, function = name.partition(":")
     parts = [*module.split("."), function]
     if not colon or not all(part.isidentifier() for part in parts):
-        raise UserError(f"reward.function: {name!r} is neither `exact`, `numeric` nor of the form `module:function`")
+        known = ", ".join(f"`{rule}`" for rule in BUILT_IN)
+        raise UserError(
+            f"reward.function: {name!r} is neither a built-in reward ({known}) nor of the form `module:function`"
+        )
     return module, function
 
 

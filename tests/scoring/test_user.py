@@ -189,8 +189,8 @@ def test_several_processes_share_the_work(folder: pathlib.Path) -> None:
         ("own_rewards:three", "must take (prompt, completion, answer, metadata)"),
         ("broken_rewards:reward", "No module named 'no_such_module_at_all'"),
         ("wrong_rewards:reward", "SyntaxError"),
-        ("own_rewards", "neither `exact`, `numeric` nor of the form"),
-        ("exakt", "neither `exact`, `numeric` nor of the form"),
+        ("own_rewards", "nor `module:function`"),
+        ("exakt", "nor `module:function`"),
     ],
 )
 def test_what_cannot_be_loaded_is_found_at_the_start(folder: pathlib.Path, function: str, says: str) -> None:
