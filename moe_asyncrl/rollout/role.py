@@ -52,9 +52,7 @@ async def _run(folder: RunFolder, recipe: Recipe, index: int) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    scorer = await Scorer.start(
-        recipe.reward, search=search_folders(recipe.reward), functions=reward_functions(recipe, train=True)
-    )
+    scorer = await Scorer.start(recipe.reward, search=search_folders(recipe.reward), functions=reward_functions(recipe))
     try:
         spec = ModelSpec.from_hf(recipe.model.path)
         tokenizer = Tokenizer.load(recipe.model.path, spec)

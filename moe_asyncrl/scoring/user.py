@@ -35,9 +35,7 @@ def split_name(name: str) -> tuple[str, str]:
     parts = [*module.split("."), function]
     if not colon or not all(part.isidentifier() for part in parts):
         known = ", ".join(f"`{rule}`" for rule in BUILT_IN)
-        raise UserError(
-            f"reward.function: {name!r} is neither a built-in reward ({known}) nor of the form `module:function`"
-        )
+        raise UserError(f"reward.function: {name!r} is no built-in reward ({known}) nor `module:function`")
     return module, function
 
 
