@@ -37,6 +37,7 @@ def engine_args(recipe: Recipe, index: int, *, cpu: bool, api_key: str) -> Engin
         # Engines with one seed would sample the same answers to the same prompt.
         random_seed=recipe.run.seed + index,
         api_key=api_key,
+        metrics=recipe.telemetry.prometheus,
         cores=spread_cores(e.tp, index, cores) if cpu and e.tp > 1 else (),
         extra_args=e.extra_args,
     )

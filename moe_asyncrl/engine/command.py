@@ -51,6 +51,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str | None = None
     mask_tokens: int | None = None
     """Most tokens that a sampling mask may keep; None is SGLang's default."""
+    metrics: bool = False
+    """Serve SGLang's own figures for Prometheus under /metrics, which needs no key."""
     cores: tuple[int, ...] = ()
     """CPU only: one core per rank; required when `tp` is above 1."""
     extra_args: tuple[str, ...] = ()
@@ -85,6 +87,8 @@ def build_command(args: EngineArgs, *, cpu: bool) -> Command:
     ]  # fmt: skip
     if args.moe:
         argv.append("--enable-return-routed-experts")
+    if args.metrics:
+        argv.append("--enable-metrics")
     if not args.tokenizer:
         argv.append("--skip-tokenizer-init")
     if args.context_length is not None:
