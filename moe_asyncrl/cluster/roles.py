@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 
+from moe_asyncrl.cluster.exporter import exporting
 from moe_asyncrl.cluster.process import error_file
 from moe_asyncrl.cluster.run_setup import open_run
 from moe_asyncrl.data.errors import UserError
@@ -33,7 +34,8 @@ def run_role(role: str, run: str, index: int) -> int:
     logging.getLogger("megatron").setLevel(logging.WARNING)  # it tells every parameter and field of its settings
     name = role if role == "buffer" else f"{role}-{index}"
     try:
-        return int(importlib.import_module(MODULES[role]).run(folder, recipe, index))
+        with exporting(folder, recipe, name):
+            return int(importlib.import_module(MODULES[role]).run(folder, recipe, index))
     except Exception as error:
         if not isinstance(error, UserError):
             traceback.print_exc()
