@@ -15,6 +15,7 @@ import transformers
 import yaml
 
 from moe_asyncrl.config.load import load_recipe
+from moe_asyncrl.telemetry.jsonl import read_jsonl
 from tests.system.command import Command, Said, events, metrics, run_command, summary
 from tests.system.projects import make_project, sums, write_lines
 
@@ -43,6 +44,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
         data={"eval": "held-out.jsonl"},
         reward={"function": "rewards:by_metadata", "timeout_s": 1.0},
         replay={"probe_every": 2},
+        algorithm={"kl_coef": 0.01},
     )
     write_lines(home / "held-out.jsonl", sums(12, first=100))
     with Command(home, "run", "recipe.yaml") as command:
@@ -68,7 +70,15 @@ def test_what_it_leaves(done: Done) -> None:
     steps = metrics(done.folder, "step")
     assert [m["step"] for m in steps] == list(range(1, STEPS + 1))
     assert all(m["coverage"] == 1.0 and m["staleness_max"] <= 2 for m in steps)
+    # The reference is the model that the run started from.
+    assert steps[0]["kl_reference"] < 1e-6 < steps[-1]["kl_reference"]
     assert {m["version"] for m in metrics(done.folder, "eval")} == {0, STEPS}
+    routing = list(read_jsonl(done.folder / "routing.jsonl"))
+    assert [r["step"] for r in routing] == [m["step"] for m in metrics(done.folder, "probe")] == [2, 4, 5]
+    for record in routing:
+        loads = [[sum(row) for row in record[side]] for side in ("load_sampler", "load_trainer")]
+        assert len(record["layers"]) == len(record["flips"]) == len(loads[0]) and loads[0] == loads[1]
+        assert min(loads[0]) > 0 and max(record["flips"]) < 0.5
     spans = {(e["role"], e["span"]) for e in events(done.folder)}
     assert {("engine-0", "engine_start"), ("trainer-0", "step"), ("trainer-0", "update")} <= spans
     assert {("rollout-0", "generate"), ("rollout-0", "eval"), ("trainer-0", "checkpoint")} <= spans
