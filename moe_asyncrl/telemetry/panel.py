@@ -67,7 +67,7 @@ def draw(view: View, *, width: int, height: int) -> RenderableType:
 def figures_of(view: View) -> list[Figure]:
     """What the panel tells, in reading order."""
     m, now = view.step, view.state
-    if not m and view.warmup:
+    if view.status == "warm-up":
         return [
             ("loss", number(view.warmup.get("loss"), ".4f"), ("supervised",)),
             ("train", number(view.warmup.get("trained_tokens_per_s"), ",.0f"), ("tok/s",)),
@@ -105,7 +105,7 @@ def figures_of(view: View) -> list[Figure]:
     ]
     if m and m.get("reward") is None:  # supervised: nothing is sampled
         return [f for f in figures if f[0] in ("loss", "train")]
-    return figures
+    return figures if m else [f for f in figures if f[1] not in ("-", "-/-")]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -126,7 +126,7 @@ def gauge(held: int | None, capacity: int | None, width: int) -> str:
 
 
 def _bar(view: View, width: int) -> RenderableType:
-    warming = not view.step and bool(view.warmup)
+    warming = view.status == "warm-up"
     done = int(view.warmup["step"]) if warming else int(view.step.get("step", 0))
     total = int(view.warmup["of"]) if warming else view.total_steps
     if view.over and view.summary is not None:

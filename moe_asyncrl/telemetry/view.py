@@ -235,7 +235,7 @@ def status_of(
         return "failed", state.error
     if now - state.time > SILENT_S:
         return "silent", f"no sign of life for {now - state.time:.0f} s"
-    if state.phase == "starting" and "warmup" in newest and "step" not in newest:
+    if state.phase == "starting" and newest and newest.keys() <= {"warmup"}:
         return "warm-up", None
     return state.phase, None
 
