@@ -59,6 +59,7 @@ SGLANG_ON_CPU = [
     "uvloop",
     "zstandard",
 ]
+PROMPTS = ["datasets>=3,<6", "math-verify>=0.8,<0.10", "pyarrow>=17", "reasoning-gym>=0.1.19,<0.2"]
 TRAINER = ["einops>=0.7,<1", "megatron-core>=0.16.1,<0.20", "torch>=2.13,<2.15", "transformers>=5.19,<6"]
 
 setup(
@@ -78,9 +79,9 @@ setup(
     zip_safe=False,
     install_requires=CORE,
     extras_require={
-        "cpu": [*TRAINER, "tokenizers>=0.23,<0.24", *SGLANG_ON_CPU],
+        "cpu": [*TRAINER, *PROMPTS, "tokenizers>=0.23,<0.24", *SGLANG_ON_CPU],
         # NVIDIA's apex is detected where it is installed and never listed: the index has another package of that name.
-        "cluster": [*TRAINER, "sglang>=0.5.23,<0.6", "transformer-engine[pytorch]>=2.8,<3"],
+        "cluster": [*TRAINER, *PROMPTS, "sglang>=0.5.23,<0.6", "transformer-engine[pytorch]>=2.8,<3"],
         "dev": [
             "hypothesis>=6.100",
             "import-linter>=2.1,<3",
