@@ -54,8 +54,18 @@ def parser() -> argparse.ArgumentParser:
     p = add("role", _role, "Run one role of a run (what `run` and Slurm start).")
     p.add_argument("role", choices=ROLES)
     p.add_argument("--run", required=True, metavar="DIR", help="run folder")
-    p.add_argument("--index", type=int, default=0, help="which engine, rollout worker or trainer rank")
+    p.add_argument("--index", type=int, help="which engine, rollout worker or trainer rank (a rank: Slurm's or RANK)")
+    p.add_argument("--gpus", help="positions among the GPUs that the process may use, or `rank` for its local rank's")
+    p.add_argument("--host", help="address that the role listens on, instead of the recipe's")
     p.add_argument("--parent", type=int, help="process whose death ends this one")
+
+    p = add("data", _data, "Show the first prompts as the model will see them.")
+    p.add_argument("what", choices=("show",))
+    p.add_argument("target", metavar="RECIPE|PATH", help="recipe, or a file, folder or glob of prompts")
+    p.add_argument("overrides", nargs="*", metavar="section.field=value", help="of the recipe; field=value beside PATH")
+    p.add_argument("--limit", type=int, default=3, metavar="N", help="prompts (default: 3)")
+    p.add_argument("--tokenize", action="store_true", help="their tokens too")
+    p.add_argument("--eval", action="store_true", help="the held-out prompts instead")
 
     p = add("config", _config, "Show a resolved recipe, or the schema of recipes.")
     p.add_argument("what", choices=("show", "schema"))
@@ -163,7 +173,15 @@ def _role(args: argparse.Namespace) -> int:
 
     if args.parent is not None:
         die_with(args.parent)
-    return run_role(args.role, args.run, args.index)
+    return run_role(args.role, args.run, args.index, gpus=args.gpus, host=args.host)
+
+
+def _data(args: argparse.Namespace) -> int:
+    from moe_asyncrl.rollout.show import show
+
+    for line in show(args.target, args.overrides, limit=args.limit, tokenize=args.tokenize, held_out=args.eval):
+        print(line)
+    return 0
 
 
 def _config(args: argparse.Namespace) -> int:

@@ -9,11 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from moe_asyncrl.telemetry.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from moe_asyncrl.cluster.launcher import Role
 
 
 @dataclasses.dataclass
@@ -24,6 +29,29 @@ class RoleProcess:
     process: subprocess.Popen[bytes]
     log: Path
     error_file: Path
+    node: str = ""
+    _family: list[psutil.Process] = dataclasses.field(default_factory=list)
+    """Descendants when it was asked to stop: what it forgets is ended too."""
+
+    @property
+    def own_word(self) -> bool:
+        """It left a line that says why it failed."""
+        return self.error_file.exists()
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM. Nothing happens if it has ended."""
+        if self.exit_code is None:
+            self._family = _descendants(self.process.pid)
+            _signal(self.process.pid, signal.SIGTERM)
+
+    def end(self) -> None:
+        """SIGKILL, if it still runs, and for all of its descendants that are left."""
+        if self.exit_code is None:
+            self.process.kill()
+            self.process.wait(timeout=30)
+        for child in self._family:
+            if child.is_running():
+                _signal(child.pid, signal.SIGKILL)
 
     @property
     def exit_code(self) -> int | None:
@@ -53,9 +81,14 @@ def last_line(path: Path, limit: int = 200) -> str:
 
 
 def start_role(
-    folder: RunFolder, role: str, index: int | None = None, *, extra_env: dict[str, str] | None = None
+    folder: RunFolder,
+    role: str,
+    index: int | None = None,
+    *,
+    gpus: str | None = None,
+    extra_env: dict[str, str] | None = None,
 ) -> RoleProcess:
-    """Start `moe-asyncrl role ROLE` for the run, tied to this process's life."""
+    """Start `moe-asyncrl role ROLE` for the run, tied to this process's life. `gpus` as `role --gpus` reads them."""
     name = role if index is None else f"{role}-{index}"
     log = folder.log_path(name)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +96,8 @@ def start_role(
     command += ["--parent", str(os.getpid())]
     if index is not None:
         command += ["--index", str(index)]
+    if gpus is not None:
+        command[-2:-2] = ["--gpus", gpus]
     with log.open("ab") as out:
         process = subprocess.Popen(
             command,
@@ -80,26 +115,16 @@ def error_file(folder: RunFolder, name: str) -> Path:
     return folder.logs / f"{name}.error"
 
 
-def stop_roles(roles: list[RoleProcess], *, grace_s: float) -> None:
-    """SIGTERM, up to `grace_s` for all of them together, then SIGKILL for what is left and all of its descendants."""
-    descendants = {r.name: _descendants(r.process.pid) for r in roles if r.exit_code is None}
+def stop_roles(roles: Sequence[Role], *, grace_s: float) -> None:
+    """SIGTERM, up to `grace_s` for all of them together, then the end for what is left and all that it started."""
     for r in roles:
-        if r.exit_code is None:
-            _signal(r.process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline and any(r.exit_code is None for r in roles):
-        time.sleep(0.05)
+        r.ask_to_stop()
+    wait_all(roles, grace_s)
     for r in roles:
-        if r.exit_code is None:
-            r.process.kill()
-            r.process.wait(timeout=30)
-    for family in descendants.values():
-        for child in family:
-            if child.is_running():
-                _signal(child.pid, signal.SIGKILL)
+        r.end()
 
 
-def wait_all(roles: list[RoleProcess], deadline_s: float) -> bool:
+def wait_all(roles: Sequence[Role], deadline_s: float) -> bool:
     """True if all ended in time."""
     deadline = time.monotonic() + deadline_s
     while any(r.exit_code is None for r in roles):

@@ -1,18 +1,20 @@
-"""`moe-asyncrl run` on one machine: start the roles, watch them, end the run, leave nothing behind."""
+"""The supervisor of a run, on one machine or many: start the roles, watch them, end the run, leave nothing behind."""
 
 from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from moe_asyncrl.cluster.face import Face, PlainFace
-from moe_asyncrl.cluster.process import RoleProcess, start_role, stop_roles, wait_all
+from moe_asyncrl.cluster.launcher import Launcher, LocalLauncher, Role
+from moe_asyncrl.cluster.owner import Ownership, RoleLook
+from moe_asyncrl.cluster.process import stop_roles, wait_all
 from moe_asyncrl.cluster.sinks import start_sinks
 from moe_asyncrl.cluster.state import close_state, get_state
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.messages import Counters, RunState
-from moe_asyncrl.engine.server import free_port
 from moe_asyncrl.telemetry.figures import duration
 from moe_asyncrl.telemetry.run_folder import RunFolder
 from moe_asyncrl.telemetry.sinks.feed import Feeds
@@ -27,6 +29,9 @@ LAST_WORD_S = 2.0
 """Ranks fall one after another: for what the others have to say."""
 FINAL_EVAL_S = 600.0
 ROLE_STOP_S = 20.0
+TIME_IS_UP = signal.SIGUSR2
+"""As SIGTERM, but the job's time ends: it may be queued again to go on. Slurm is asked to send it."""
+SUPERSEDED = "another supervisor has taken over this run: this one ends and leaves what was written to it"
 SINKS_S = 30.0
 """For each of TensorBoard, W&B and MLflow to take the last figures."""
 
@@ -34,14 +39,31 @@ SINKS_S = 30.0
 class Supervisor:
     """Owns the role processes of one run."""
 
-    def __init__(self, folder: RunFolder, recipe: Recipe, *, face: Face | None = None) -> None:
-        """`face` is what a person sees of the run; lines on standard output if not given."""
+    def __init__(
+        self,
+        folder: RunFolder,
+        recipe: Recipe,
+        *,
+        face: Face | None = None,
+        launcher: Launcher | None = None,
+        job: str | None = None,
+    ) -> None:
+        """`face` is what a person sees of the run; lines on standard output if not given.
+
+        `launcher` starts the roles; children of this process if not given. `job` is Slurm's number of this job.
+        Raises `UserError` if this machine has too few GPUs for the roles.
+        """
         self.folder = folder
         self.recipe = recipe
-        self.buffer: RoleProcess | None = None
-        self.engines: list[RoleProcess] = []
-        self.trainers: list[RoleProcess] = []
-        self.rollouts: list[RoleProcess] = []
+        self.buffer: Role | None = None
+        self.engines: Sequence[Role] = ()
+        self.trainers: Sequence[Role] = ()
+        self.rollouts: Sequence[Role] = ()
+        self.time_is_up = False
+        """The run was stopped because the job's time ends."""
+        self._launcher: Launcher = launcher if launcher is not None else LocalLauncher(folder, recipe)
+        self._job = job
+        self._owner: Ownership | None = None
         self._sinks = Feeds([])
         self._face = face if face is not None else PlainFace(folder, recipe)
         self._say = self._face.say
@@ -49,14 +71,19 @@ class Supervisor:
         self._lost: set[str] = set()
 
     def run(self) -> Summary:
-        """Run to the end. Returns the summary that was written; raises nothing that a role did wrong."""
+        """Run to the end. Returns the summary that was written; raises nothing that a role did wrong.
+
+        If another supervisor takes the run, that is said in the summary returned, and nothing is written.
+        Raises `UserError` if a supervisor on this machine is at work on the run already.
+        """
         started = time.time()
         clock = time.monotonic()
+        self._owner = Ownership.claim(self.folder, job=self._job, say=self._say)
         # A resumed run must not be taken for what its last start came to.
         for old in (*self.folder.logs.glob("*.error"), self.folder.summary):
             old.unlink(missing_ok=True)
         self._sinks = start_sinks(self.folder, self.recipe)
-        handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM, TIME_IS_UP)}
         outcome: Outcome = "failed"
         error: str | None = None
         try:
@@ -65,55 +92,22 @@ class Supervisor:
         finally:
             if outcome == "failed" and error is None:
                 error = "the supervisor itself failed; its traceback is above"
-            state = self._final_state()
-            self._face.close()
-            self._stop_everything()
-            close_state(self.folder, failed=outcome == "failed", error=error)
-            for line in self._sinks.close(SINKS_S):
-                self._say(line)
+            summary = self._end(outcome, error, started=started, seconds=lambda: time.monotonic() - clock)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-            summary = summarize(
-                self.folder,
-                status=outcome,
-                error=error,
-                seconds=time.monotonic() - clock,
-                counts=_counts(state),
-                since=started,
-            )
-            self.folder.write_json(self.folder.summary, summary)
         return summary
 
     # --- start ---------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        r = self.recipe
-        reinforcement = r.algorithm.objective == "grpo"
+        reinforcement = self.recipe.algorithm.objective == "grpo"
         self._say(f"run {self.folder.path}")
-        self.buffer = start_role(self.folder, "buffer")
+        self.buffer = self._launcher.buffer()
         if reinforcement:
-            self.engines = [start_role(self.folder, "engine", i) for i in range(r.engine.count)]
-        t = r.trainer
-        world = t.tp * t.pp * t.cp * t.dp
-        port = free_port()
-        self.trainers = [
-            start_role(
-                self.folder,
-                "trainer",
-                rank,
-                extra_env={
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(world),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                    "OMP_NUM_THREADS": str(t.threads),
-                },
-            )
-            for rank in range(world)
-        ]
+            self.engines = self._launcher.engines()
+        self.trainers = self._launcher.trainers()
         if reinforcement:
-            self.rollouts = [start_role(self.folder, "rollout", 0)]
+            self.rollouts = self._launcher.rollouts()
 
     # --- watch ---------------------------------------------------------------------------------------------------
 
@@ -145,7 +139,7 @@ class Supervisor:
             # The one that left a word of its own knows why.
             wait_all(self.trainers, LAST_WORD_S)
             ended = [t for t in self.trainers if t.exit_code not in (None, 0)]
-            named = [t for t in ended if t.error_file.exists()]
+            named = [t for t in ended if t.own_word]
             killed = [t for t in ended if (t.exit_code or 0) < 0]
             return self._with_engine((killed or named or ended)[0].error())
         for role in self.rollouts:
@@ -171,8 +165,7 @@ class Supervisor:
     def _stop_on_request(self) -> tuple[Outcome, str | None]:
         self._say("stopping: the trainer finishes its step and writes a checkpoint (interrupt again to stop at once)")
         for t in self.trainers:
-            if t.exit_code is None:
-                t.process.terminate()
+            t.ask_to_stop()
         deadline = time.monotonic() + TRAINER_STOP_S
         while any(t.exit_code is None for t in self.trainers):
             if self._interrupted > 1:
@@ -191,6 +184,29 @@ class Supervisor:
 
     # --- end -----------------------------------------------------------------------------------------------------
 
+    def _end(self, outcome: Outcome, error: str | None, *, started: float, seconds: Callable[[], float]) -> Summary:
+        """Stop what is left and write what the run came to; only stop it, if the run is another one's by now."""
+        assert self._owner is not None
+        if self._owner.lost(look_now=True):
+            self._face.close()
+            for role in [*self.rollouts, *self.trainers, *self.engines, *([self.buffer] if self.buffer else [])]:
+                role.end()
+            self._say(SUPERSEDED)
+            return Summary(status="failed", error=SUPERSEDED)
+        state = self._final_state()
+        self._face.close()
+        self._stop_everything()
+        close_state(self.folder, failed=outcome == "failed", error=error)
+        summary = summarize(
+            self.folder, status=outcome, error=error, seconds=seconds(), counts=_counts(state), since=started
+        )
+        self.folder.write_json(self.folder.summary, summary)
+        for line in self._sinks.close(SINKS_S):
+            self._say(line)
+        self._owner.show(self._looks())
+        self._owner.release()
+        return summary
+
     def _final_state(self) -> RunState | None:
         """The run's state for the account, while the buffer still answers."""
         if self.buffer is None or self.buffer.exit_code is not None:
@@ -198,12 +214,23 @@ class Supervisor:
         return get_state(self.folder, deadline_s=3.0)
 
     def _stop_everything(self) -> None:
-        stop_roles(self.rollouts + self.trainers, grace_s=ROLE_STOP_S)
+        stop_roles([*self.rollouts, *self.trainers], grace_s=ROLE_STOP_S)
         stop_roles(self.engines, grace_s=ROLE_STOP_S)
         stop_roles([self.buffer] if self.buffer else [], grace_s=ROLE_STOP_S)
 
+    def _looks(self) -> list[RoleLook]:
+        """How the roles are, for those who look on."""
+        roles = [*([self.buffer] if self.buffer else []), *self.trainers, *self.engines, *self.rollouts]
+        return [RoleLook(name=r.name, node=r.node, state=_role_state(r)) for r in roles]
+
     def _on_signal(self, number: int, frame: object) -> None:
         self._interrupted += 1
+        self.time_is_up = self.time_is_up or number == TIME_IS_UP
+
+
+def _role_state(role: Role) -> str:
+    code = role.exit_code
+    return "running" if code is None else "ended" if code in (0, -signal.SIGTERM) else role.error()
 
 
 def _counts(state: RunState | None) -> TrajectoryCounts:

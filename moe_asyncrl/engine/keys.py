@@ -15,8 +15,9 @@ def ensure_engine_key(folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / KEY_FILE
     if not path.exists():
-        made = folder / f".{KEY_FILE}.{os.getpid()}"
-        with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii") as f:
+        # Not the pid: engines on two nodes can have the same one.
+        made = folder / f".{KEY_FILE}.{secrets.token_hex(6)}"
+        with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as f:
             f.write(secrets.token_hex(32))
         # A link appears whole or not at all, and fails if another role was first.
         with contextlib.suppress(FileExistsError):
