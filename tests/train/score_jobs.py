@@ -27,14 +27,22 @@ def scores(layout: Layout, *, mode: str, shift: int = 0, spy: bool = False) -> t
     return found, chosen
 
 
-def probed(layout: Layout, *, shift: int = 0, dense: bool = False) -> tuple[Any, dict[int, list[torch.Tensor]]]:
-    """What a probe of the test's samples finds, and what each router chose, pass after pass."""
+def probed(
+    layout: Layout, *, shift: int = 0, dense: bool = False, missing: bool = False
+) -> tuple[Any, dict[int, list[torch.Tensor]]]:
+    """What a probe of the test's samples finds, and what each router chose, pass after pass.
+
+    `missing`: the first row of every sample is.
+    """
     from moe_asyncrl.train.probe import measure
 
     no_experts = {"num_experts": 0, "experts_per_token": 0, "moe_intermediate_size": 0, "moe_layers": (False,) * 4}
     model = model_of(tiny_spec(**({"family": "qwen3", **no_experts} if dense else {})), layout)
     chosen = {} if dense else _watch(model)
-    found = measure(model, _samples(shift), temperature=0.8, allow_missing=False, micro_batch_tokens=64)
+    given = _samples(shift)
+    if missing:
+        given = [dataclasses.replace(s, known=np.arange(len(s.tokens) - 1) > 0) for s in given]
+    found = measure(model, given, temperature=0.8, allow_missing=missing, micro_batch_tokens=64)
     return found, chosen
 
 

@@ -14,7 +14,7 @@ from moe_asyncrl.data.messages import HeldGroup, Ticket
 from moe_asyncrl.data.trajectory import Trajectory
 from moe_asyncrl.data.wire import encode
 from moe_asyncrl.models.layout import Layout
-from moe_asyncrl.train.plan import crossover_length, plan_batch, split_evenly
+from moe_asyncrl.train.plan import advantages_of, crossover_length, plan_batch, split_evenly
 from tests.data.samples import trajectory
 from tests.train.parity_jobs import tiny_spec
 
@@ -38,6 +38,14 @@ def test_advantages_are_relative_to_the_group() -> None:
     assert update.advantages == pytest.approx((1.0, -1.0, 0.0, 0.0), abs=1e-5)
     assert plan.reward_mean == pytest.approx(2.75)
     assert (plan.uniform_groups, plan.unscored) == (1, 0)
+
+
+def test_a_penalty_is_taken_off_the_reward_before_advantages() -> None:
+    groups = [held(0, [1.0, 0.0, None]), held(1, [5.0, 5.0])]
+    plain = Algorithm(normalize_std=False)
+    found = advantages_of(groups, plain, {"0.0.0": 0.5, "0.0.2": 9.0, "1.0.1": 2.0})
+    assert found == {"0.0.0": 0.25, "0.0.1": -0.25, "0.0.2": 0.0, "1.0.0": 1.0, "1.0.1": -1.0}
+    assert advantages_of(groups, plain) == {"0.0.0": 0.5, "0.0.1": -0.5, "0.0.2": 0.0, "1.0.0": 0.0, "1.0.1": 0.0}
 
 
 def test_a_failed_score_is_left_out_and_moves_nobody() -> None:

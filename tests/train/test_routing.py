@@ -56,6 +56,18 @@ def test_rows_of_the_next_layer_are_seen(
     assert found.routing.flips != one[0].flips
 
 
+def test_rows_that_are_missing_are_counted_on_neither_side(pool: WorkerPool) -> None:
+    spec = tiny_spec()
+    rows = np.concatenate([s.experts[1:] for s in samples(spec)])  # type: ignore[index]
+    for found, _ in pool.run(JOB, layout=Layout(dp=2, ep=2), missing=True):
+        counts = found.routing
+        for i in range(spec.num_moe_layers):
+            assert counts.load_sampler[i] == np.bincount(rows[:, i].ravel(), minlength=spec.num_experts).tolist()
+            assert sum(counts.load_trainer[i]) == sum(counts.load_sampler[i])
+            # Decisions without a row are no agreement either: the part is of those that have one.
+            assert (counts.flips[i] * len(rows)) == pytest.approx(round(counts.flips[i] * len(rows)))
+
+
 def test_a_dense_model_has_nothing_to_say(pool: WorkerPool) -> None:
     ((found, _),) = pool.run(JOB, layout=Layout(), dense=True)
     assert found.routing is None and found.kl_replay is None and found.kl_live > 0
