@@ -1,132 +1,194 @@
-"""The whole loop on one machine: rates and overlap on a short-answer and on a long-tailed task.
+"""The whole loop on one machine: rates and overlap on a short-answer and on a long-tailed task, alone or beside a peer.
 
-    python -m benchmarks.end_to_end --quick
+    python -m benchmarks.end_to_end [--peer trl] [--quick]
 
-short: additions, answers of a few tokens. long: the prompt sets the length of its answer, drawn log-normal with a mean
-of 64 tokens, at most 512; the sampler does not stop earlier. Both use the demo's model, batch and layout.
+`benchmarks/tasks.py` says what the tasks are. Ours is the demo's model, batch and layout: two trainer ranks and one
+engine, each with one thread. `--peer trl` measures TRL's `GRPOTrainer` (version locked in requirements/trl.txt) in the
+same run, with the same checkpoint, batches of prompts, lengths and learning rate, on two threads: ours, peer, ours,
+peer, … The ratio is our trained tokens per second over the peer's, the median over the pairs.
+
+What is timed, on both sides: as many optimizer steps, with everything in them (sampling, rewards, training, and on our
+side the weight updates). What is not: starting processes, loading, and the first steps (ours: the pipeline fills; the
+peer: caches warm up). A trained token is a sampled token that the loss is taken over, once; the padding is not counted.
+Both sides sample every answer to its full length, the end token included.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import math
 import statistics
+import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
-
+from benchmarks.ours import SKIPPED_STEPS, Ours, measure
+from benchmarks.pairs import Measured, median_ratio, pair_ratios, turns
+from benchmarks.peer_trl.environment import ensure_environment
+from benchmarks.peer_trl.process import Peer, settings
 from benchmarks.report import print_result
-from moe_asyncrl.cluster.demo import MODEL_SHAPE, NUMBERS_BELOW, recipe_path
-from moe_asyncrl.cluster.run_setup import absolute, create_run_folder, preflight
-from moe_asyncrl.cluster.supervisor import Supervisor
-from moe_asyncrl.config.load import load_recipe
-from moe_asyncrl.data.arithmetic import additions, write_prompts
+from benchmarks.tasks import TASKS, Task, beginning_with, prompt_lines, write_lines
+from moe_asyncrl.cluster.demo import MODEL_SHAPE
+from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.tiny import make_tiny_model
-from moe_asyncrl.telemetry.jsonl import read_jsonl
 
-LENGTH_MEAN = 64.0
-LENGTH_SIGMA = 1.0
-LENGTH_MAX = 512
-SKIPPED_STEPS = 2
-"""The first steps start with an empty pipeline."""
+LR = 1e-4
+PEER_WARM_UP = 1
+"""Steps of the peer that are not measured, with answers of at most `WARM_UP_TOKENS`."""
+WARM_UP_TOKENS = 16
 
 
-def answer_lengths(count: int, seed: int) -> np.ndarray:
-    """Log-normal lengths in [1, LENGTH_MAX], int64 [count], whose mean before the cap is LENGTH_MEAN."""
-    mu = math.log(LENGTH_MEAN) - LENGTH_SIGMA**2 / 2
-    drawn = np.random.default_rng(seed).lognormal(mu, LENGTH_SIGMA, count)
-    return np.clip(np.rint(drawn), 1, LENGTH_MAX).astype(np.int64)
+@dataclass
+class Found:
+    """Measurements of one task."""
+
+    ours: list[Ours] = field(default_factory=list)
+    peer: list[Measured] = field(default_factory=list)
+    peer_figures: list[dict[str, Any]] = field(default_factory=list)
 
 
-def write_long_prompts(path: Path, count: int, seed: int) -> None:
-    """Additions whose metadata sets the length of the answer."""
-    training, _ = additions(below=NUMBERS_BELOW, held_out=10, seed=seed)
-    lengths = answer_lengths(count, seed)
-    lines = [
-        msgspec.json.encode({**s.record(), "length": int(n)}) for s, n in zip(training[:count], lengths, strict=True)
-    ]
-    path.write_bytes(b"\n".join(lines) + b"\n")
-
-
-def measure(task: str, steps: int, folder: Path, seed: int) -> dict[str, Any]:
-    """Run the loop for `steps` steps and return its rates. Raises RuntimeError if the run fails."""
+def run_task(
+    task: Task, steps: int, pairs: int, *, python: Path | None, folder: Path, seed: int, extra: Sequence[str]
+) -> Found:
+    """Measure one task: `pairs` times in turn with the peer, or once without. Raises UserError if a side fails."""
     model = folder / "model"
     if not model.exists():
         make_tiny_model(model, "qwen3_moe", seed, **MODEL_SHAPE)
-    prompts = folder / f"{task}.jsonl"
-    overrides = [
-        f"run.name={task}",
-        f"run.folder={folder / 'runs'}",
-        f"run.steps={steps}",
-        f"model.path={model}",
-        f"data.train={prompts}",
-        "data.eval=null",
-        "warmup.steps=0",
-        "replay.probe_every=0",
-        "checkpoint.every=0",
-    ]
-    if task == "short":
-        write_prompts(prompts, additions(below=NUMBERS_BELOW, held_out=10, seed=seed)[0])
-        overrides += ["rollout.ignore_eos=true", "rollout.max_new_tokens=4"]
-    else:
-        write_long_prompts(prompts, 4000, seed)
-        overrides += [
-            "rollout.ignore_eos=true",
-            f"rollout.max_new_tokens={LENGTH_MAX}",
-            "rollout.max_new_tokens_field=length",
-            "model.max_context=640",
-            "rollout.groups_per_step=32",
-            "rollout.groups_per_request=4",
-        ]
-    recipe = absolute(load_recipe(recipe_path("demo"), overrides), Path.cwd())
-    preflight(recipe)
-    run = create_run_folder(recipe)
-    summary = Supervisor(run, recipe).run()
-    if summary.status != "ok":
-        raise RuntimeError(f"{task}: {summary.error}")
-    lines = [m for m in read_jsonl(run.metrics_path) if m["kind"] == "step"][SKIPPED_STEPS:]
-    spans = [e for e in read_jsonl(run.events_path) if e["span"] == "generate"]
-    first, last = lines[0]["time"] - lines[0]["turn_seconds"], lines[-1]["time"]
-    inside = [e for e in spans if first <= e["end"] <= last]
-    return {
-        "sampled_tokens_per_s": sum(e["tokens"] for e in inside) / (last - first),
-        "trained_tokens_per_s": sum(m["tokens"] for m in lines) / (last - first),
-        "seconds_per_step": statistics.median(b["time"] - a["time"] for a, b in itertools.pairwise(lines)),
-        "seconds_in_step": statistics.median(m["step_seconds"] for m in lines),
-        "overlap": summary.overlap,
-        "staleness_max": summary.staleness_max,
-        "replay_coverage": summary.replay_coverage,
-    }
+    lines = prompt_lines(task, seed)
+    found = Found()
+
+    def ours(first_batch: int) -> None:
+        """Measure the batches from this one on: the skipped steps take those before it."""
+        rotated = beginning_with(lines, first_batch - SKIPPED_STEPS, task)
+        prompts = write_lines(folder / f"{task.name}-{first_batch}.jsonl", rotated)
+        changes = [f"optimizer.lr={LR}", *extra]
+        found.ours.append(
+            measure(task, steps, model=model, prompts=prompts, runs=folder / "runs", seed=seed, extra=changes)
+        )
+
+    if python is None:
+        ours(0)
+        return found
+    prompts = write_lines(folder / f"{task.name}.jsonl", lines)
+    told = settings(task, model=model, prompts=prompts, output=folder / "peer", lr=LR, seed=seed)
+    with Peer(python, told, folder) as peer:
+        check_torch(peer.versions["torch"])
+        peer.train(PEER_WARM_UP, cap=WARM_UP_TOKENS)
+        batch = PEER_WARM_UP
+        for side in turns(pairs):
+            if side == "ours":
+                ours(batch)
+                continue
+            batch += steps
+            measured, figures = peer.train(steps)
+            found.peer.append(measured)
+            found.peer_figures.append(figures)
+            print(f"peer: {task.name} {measured.rate:,.0f} trained tokens/s", flush=True)
+    return found
 
 
-def main() -> None:
-    """Measure both tasks and print the result."""
+def check_torch(theirs: str) -> None:
+    """Raises UserError if the peer runs on another build of torch than we do."""
+    import torch
+
+    if theirs != torch.__version__:
+        raise UserError(
+            f"the peer has torch {theirs}, we have {torch.__version__}: remove .venv-trl and run "
+            "`make setup-trl TORCH_INDEX=<the index that ours came from>`"
+        )
+
+
+def figures_of(found: Found) -> dict[str, Any]:
+    """Medians over the runs, and each pair's ratio."""
+    names = found.ours[0].figures
+    figures: dict[str, Any] = {name: middle([o.figures[name] for o in found.ours]) for name in names}
+    if found.peer:
+        figures["peer_trained_tokens_per_s"] = statistics.median(m.rate for m in found.peer)
+        figures["peer_seconds_per_step"] = statistics.median(m.seconds / m.steps for m in found.peer)
+        figures["peer_generate_part"] = statistics.median(
+            f["generate_seconds"] / f["seconds"] for f in found.peer_figures
+        )
+        figures["peer_padding"] = statistics.median(1 - f["real"] / f["positions"] for f in found.peer_figures)
+        figures["vs_trl_pairs"] = [float(f"{r:.3g}") for r in pair_ratios([o.measured for o in found.ours], found.peer)]
+    return figures
+
+
+def middle(values: Sequence[float | None]) -> float | None:
+    """The median of what is known."""
+    known = [v for v in values if v is not None]
+    return statistics.median(known) if known else None
+
+
+def main() -> int:
+    """Measure the tasks and print the result."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--quick", action="store_true", help="fewer steps: under 240 s on two cores")
-    options.add_argument("--task", choices=("short", "long", "both"), default="both")
-    options.add_argument("--steps", type=int, help="steps of each task")
+    options.add_argument("--quick", action="store_true", help="fewer steps: under 240 s on two idle cores")
+    options.add_argument("--peer", choices=("trl",), help="measure this beside us, in turn")
+    options.add_argument("--task", choices=(*TASKS, "both"), default="both")
+    options.add_argument("--steps", type=int, help="steps of each measurement")
+    options.add_argument("--pairs", type=int, help="measurements of each side, with --peer")
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes of our recipe")
     args = options.parse_args()
-    steps = {"short": 20, "long": 8} if args.quick else {"short": 100, "long": 30}
-    tasks = ("short", "long") if args.task == "both" else (args.task,)
-    with tempfile.TemporaryDirectory(prefix="end-to-end-") as scratch:
-        found = {t: measure(t, args.steps or steps[t], Path(scratch), args.seed) for t in tasks}
-    main_task = found[tasks[0]]
+    if args.peer:
+        steps, pairs = ({"short": 12, "long": 3}, 2) if args.quick else ({"short": 40, "long": 6}, 5)
+    else:
+        steps, pairs = ({"short": 18, "long": 6}, 1) if args.quick else ({"short": 98, "long": 28}, 1)
+    tasks = [TASKS[name] for name in (TASKS if args.task == "both" else (args.task,))]
+    steps = {t.name: args.steps or steps[t.name] for t in tasks}
+    pairs = args.pairs or pairs
+    try:
+        python = ensure_environment() if args.peer else None
+        with tempfile.TemporaryDirectory(prefix="end-to-end-") as scratch:
+            found = {
+                t.name: run_task(
+                    t,
+                    steps[t.name],
+                    pairs,
+                    python=python,
+                    folder=Path(scratch),
+                    seed=args.seed,
+                    extra=args.overrides,
+                )
+                for t in tasks
+            }
+    except UserError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    figures = {name: figures_of(f) for name, f in found.items()}
+    main_task = figures[tasks[0].name]
     print_result(
         "end_to_end",
-        ratios={"overlap": main_task["overlap"], **{f"overlap_{t}": f["overlap"] for t, f in found.items()}},
+        ratios={
+            "overlap": main_task["overlap"],
+            **{f"overlap_{name}": f["overlap"] for name, f in figures.items()},
+            **{
+                f"{name}_vs_trl": median_ratio([o.measured for o in f.ours], f.peer)
+                for name, f in found.items()
+                if f.peer
+            },
+        },
         figures={
             "sampled_tokens_per_s": main_task["sampled_tokens_per_s"],
             "trained_tokens_per_s": main_task["trained_tokens_per_s"],
-            **{f"{t}_{k}": v for t, f in found.items() for k, v in f.items() if k != "overlap"},
+            **{f"{name}_{k}": v for name, f in figures.items() for k, v in f.items() if k != "overlap"},
         },
-        settings={"quick": args.quick, "steps": {t: args.steps or steps[t] for t in tasks}, "seed": args.seed},
+        settings={
+            "quick": args.quick,
+            "peer": args.peer,
+            "steps": steps,
+            "pairs": pairs if args.peer else 0,
+            "seed": args.seed,
+            "overrides": args.overrides,
+        },
     )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

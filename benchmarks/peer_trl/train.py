@@ -2,16 +2,19 @@
 
     .venv-trl/bin/python benchmarks/peer_trl/train.py SETTINGS.json
 
-Reads one line from stdin for each slice ({"steps": n}), trains so many optimizer steps, and answers with one line on
-stdout ({"seconds", "tokens", "steps", ...}). Before the first slice it says {"ready": ...}. Ends when stdin does.
+Reads one line from stdin for each slice ({"steps": n, "cap": longest answer or null}), trains so many optimizer steps,
+and answers with one line on stdout ({"seconds", "tokens", "steps", ...}). Before the first slice it says
+{"ready": ...}. Ends when stdin does.
 
 A slice lasts from the beginning of its first step to the end of its last one: generation, rewards, advantages, all
 micro-batches, optimizer. Imports, loading, and TRL's own set-up lie before it.
 """
 
 import contextlib
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -20,6 +23,7 @@ from typing import Any
 
 def main(settings: dict[str, Any]) -> None:
     """Build the trainer, then train slice by slice until stdin ends."""
+    end_with_parent()
     # What the libraries print goes to the log; stdout speaks to the benchmark only.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -34,11 +38,19 @@ def main(settings: dict[str, Any]) -> None:
     import trl
 
     trainer = build(settings)
-    slices = Slices(trainer, answer)
+    slices = Slices(trainer, answer, settings)
     trainer.add_callback(slices.callback())
     answer(ready=True, torch=torch.__version__, transformers=transformers.__version__, trl=trl.__version__)
     with contextlib.suppress(EndOfSlices):
         trainer.train()
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the benchmark is gone, however it went."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        raise SystemExit("the benchmark is gone")
 
 
 def build(settings: dict[str, Any]) -> Any:
@@ -84,8 +96,7 @@ def build(settings: dict[str, Any]) -> Any:
         report_to="none",
         disable_tqdm=True,
         dataloader_num_workers=0,
-        cache_implementation=settings.get("cache"),
-        use_transformers_continuous_batching=settings.get("continuous", False),
+        shuffle_dataset=False,
     )
     trainer = GRPOTrainer(
         model=model,
@@ -94,8 +105,7 @@ def build(settings: dict[str, Any]) -> Any:
         reward_funcs=exact,
         train_dataset=Dataset.from_list([{"prompt": line["prompt"], "answer": line["answer"]} for line in lines]),
     )
-    if not settings.get("continuous"):
-        exactly(trainer.model, tokenizer, lengths)
+    exactly(trainer.model, tokenizer, lengths, settings)
     return trainer
 
 
@@ -104,11 +114,11 @@ def exact(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     return [float(c.strip() == a) for c, a in zip(completions, answer, strict=True)]
 
 
-def exactly(model: Any, tokenizer: Any, lengths: dict[str, int]) -> None:
+def exactly(model: Any, tokenizer: Any, lengths: dict[str, int], limit: dict[str, Any]) -> None:
     """Let `model.generate` sample exactly as many tokens as each prompt's answer is to have.
 
     The end token is forbidden before the last token and certain there. It counts as a trained token with TRL, as the
-    last sampled token does with us.
+    last sampled token does with us. `limit["cap"]`, if there is one, is the longest answer for now (warm-up).
     """
     import torch
     from transformers import LogitsProcessor, LogitsProcessorList
@@ -121,7 +131,8 @@ def exactly(model: Any, tokenizer: Any, lengths: dict[str, int]) -> None:
         def __init__(self, inputs: Any) -> None:
             rows = [tuple(i for i in row if i != pad) for row in inputs.tolist()]
             self.prompt = inputs.shape[1]
-            self.last = torch.tensor([wanted[row] for row in rows]) - 1
+            cap = limit.get("cap") or max(lengths.values())
+            self.last = torch.tensor([min(wanted[row], cap) for row in rows]) - 1
 
         def __call__(self, input_ids: Any, scores: Any) -> Any:
             done = input_ids.shape[1] - self.prompt
@@ -146,12 +157,13 @@ class EndOfSlices(Exception):
 class Slices:
     """Waits for the benchmark before a slice, and tells what the slice came to after it."""
 
-    def __init__(self, trainer: Any, answer: Any) -> None:
-        self.trainer, self.answer = trainer, answer
+    def __init__(self, trainer: Any, answer: Any, limit: dict[str, Any]) -> None:
+        """`limit["cap"]` is set for each slice to the one that it was asked with."""
+        self.trainer, self.answer, self.limit = trainer, answer, limit
         self.left = self.steps = 0
         self.began = self.cpu = 0.0
         self.seconds: dict[str, float] = {}
-        self.tokens = self.padded = 0
+        self.tokens = self.positions = self.real = 0
         self.watch("_generate_single_turn", "generate")
         self.watch("_generate_and_score_completions", "prepare")
         self.count()
@@ -175,7 +187,8 @@ class Slices:
 
         def counted(model: Any, inputs: Any) -> Any:
             self.tokens += int(inputs["completion_mask"].sum())
-            self.padded += inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
+            self.positions += inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
+            self.real += int(inputs["prompt_mask"].sum()) + int(inputs["completion_mask"].sum())
             return original(model, inputs)
 
         self.trainer._compute_loss = counted
@@ -203,8 +216,10 @@ class Slices:
         line = sys.stdin.readline()
         if not line:
             raise EndOfSlices
-        self.left = self.steps = int(json.loads(line)["steps"])
-        self.seconds, self.tokens, self.padded = {}, 0, 0
+        asked = json.loads(line)
+        self.left = self.steps = int(asked["steps"])
+        self.limit["cap"] = asked.get("cap")
+        self.seconds, self.tokens, self.positions, self.real = {}, 0, 0, 0
         self.began, self.cpu = time.perf_counter(), time.process_time()
 
     def tell(self) -> None:
@@ -215,7 +230,8 @@ class Slices:
             cpu_seconds=time.process_time() - self.cpu,
             steps=self.steps,
             tokens=self.tokens,
-            positions=self.padded,
+            positions=self.positions,
+            real=self.real,
             generate_seconds=self.seconds.get("generate", 0.0),
             prepare_seconds=self.seconds.get("prepare", 0.0),
         )
