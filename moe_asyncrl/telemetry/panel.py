@@ -136,7 +136,7 @@ def _bar(view: View, width: int) -> RenderableType:
     else:
         took = ""
     label = f"{'warm-up ' if warming else ''}step {done}/{total}"
-    tail = f"{done / total:4.0%}  {took}".rstrip() if width >= 40 else took
+    tail = f"{done / total:4.0%}  {took}".rstrip() if width >= 50 else took
     grid = Table.grid(padding=(0, 1), expand=False)
     grid.add_column(no_wrap=True, style="bold")
     grid.add_column(no_wrap=True)
@@ -166,7 +166,8 @@ def _engines(engines: Sequence[EngineView], room: int, width: int) -> Renderable
     table.add_column("engine", no_wrap=True, min_width=9)
     table.add_column("state", no_wrap=True, min_width=11)
     table.add_column("version", no_wrap=True, justify="right")
-    table.add_column("last update", no_wrap=True, justify="right")
+    if width >= 50:
+        table.add_column("last update", no_wrap=True, justify="right")
     if width >= 60:
         table.add_column("tok/s", no_wrap=True, justify="right")
     if width >= 70:

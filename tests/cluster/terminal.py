@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import fcntl
 import os
@@ -89,7 +90,7 @@ class Terminal:
         self, command: list[str], *, cwd: Path, columns: int = 80, rows: int = 24, term: str = "xterm-256color"
     ) -> None:
         self.screen = Screen(columns, rows)
-        self.raw = b""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._end, other = pty.openpty()
         fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
@@ -123,8 +124,7 @@ class Terminal:
             block = os.read(self._end, 1 << 16)
         except OSError:  # that is how a pseudo-terminal says that nobody is at the other end
             return False
-        self.raw += block
-        self.screen.feed(block.decode("utf-8", "replace"))
+        self.screen.feed(self._decoder.decode(block))
         return bool(block)
 
     def until(self, what: str, true: Callable[[Screen], object], limit_s: float) -> None:
