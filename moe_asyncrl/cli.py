@@ -51,6 +51,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("run", help="run folder, for example runs/latest; also of a run that is over")
     p.add_argument("--once", action="store_true", help="show it once and end")
 
+    p = add(
+        "report", _report, "Write report.html of a run: one page with its figures and charts, in whatever state it is."
+    )
+    p.add_argument("run", help="run folder, for example runs/latest")
+    p.add_argument("--out", help="file to write (default: report.html in the run folder)")
+
     p = add("role", _role, "Run one role of a run (what `run` and Slurm start).")
     p.add_argument("role", choices=ROLES)
     p.add_argument("--run", required=True, metavar="DIR", help="run folder")
@@ -67,6 +73,31 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokenize", action="store_true", help="their tokens too")
     p.add_argument("--eval", action="store_true", help="the held-out prompts instead")
 
+    p = add("launch", _launch, "Submit a recipe to Slurm.")
+    p.add_argument("recipe", help="YAML file, or `demo`")
+    p.add_argument("overrides", nargs="*", metavar="section.field=value")
+    p.add_argument(
+        "--cluster", required=True, metavar="FILE", help="cluster file, for example configs/clusters/h100.yaml"
+    )
+    p.add_argument("--dry-run", action="store_true", help="print the job script and its steps; submit nothing")
+    p.add_argument("--wait", action="store_true", help="follow the run to its end, with its exit code")
+
+    p = add("supervise", _supervise_job, "Supervise a launched run inside its Slurm job (what the job script starts).")
+    p.add_argument("run", help="run folder")
+
+    p = add("status", _status, "How a run stands, here or in Slurm.")
+    p.add_argument("run", help="run folder, for example runs/latest")
+
+    p = add("logs", _logs, "What the roles of a run wrote.")
+    p.add_argument("run", help="run folder, for example runs/latest")
+    p.add_argument("role", nargs="?", help="for example trainer-0; all of them if not given")
+    p.add_argument("--lines", type=int, default=20, metavar="N", help="last lines of each log (default: 20)")
+    p.add_argument("--follow", action="store_true", help="go on until the run ends")
+
+    p = add("stop", _stop, "Ask a run to write a checkpoint and end, and wait for it.")
+    p.add_argument("run", help="run folder, for example runs/latest")
+    p.add_argument("--now", action="store_true", help="at once, without a checkpoint")
+
     p = add("config", _config, "Show a resolved recipe, or the schema of recipes.")
     p.add_argument("what", choices=("show", "schema"))
     p.add_argument("recipe", nargs="?", help="YAML file (for `show`)")
@@ -77,7 +108,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
-    args = parser().parse_args(argv)
+    top = parser()
+    args, rest = top.parse_known_args(argv)
+    # argparse takes positional arguments that come after an option for unknown ones.
+    if rest and hasattr(args, "overrides") and all("=" in word and not word.startswith("-") for word in rest):
+        args.overrides = [*args.overrides, *rest]
+    elif rest:
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
     from moe_asyncrl.config.load import RecipeError
 
     try:
@@ -99,6 +136,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _supervise(recipe: object) -> int:
     from moe_asyncrl.cluster.face import face_for
+    from moe_asyncrl.cluster.launcher import place_here
     from moe_asyncrl.cluster.run_setup import absolute, create_run_folder, find_resumable, preflight
     from moe_asyncrl.cluster.supervisor import Supervisor
     from moe_asyncrl.config.recipe import Recipe
@@ -106,9 +144,50 @@ def _supervise(recipe: object) -> int:
     assert isinstance(recipe, Recipe)
     recipe = absolute(recipe, Path.cwd())
     preflight(recipe)
+    place_here(recipe)  # too few GPUs are said before there is a run folder
     folder = find_resumable(recipe) if recipe.run.resume else create_run_folder(recipe)
-    summary = Supervisor(folder, recipe, face=face_for(folder, recipe)).run()
-    print(_closing(summary, folder.path), flush=True)
+    return _report(Supervisor(folder, recipe, face=face_for(folder, recipe)).run(), folder.path)
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from moe_asyncrl.cluster.slurm.command import launch
+
+    return launch(args.recipe, args.overrides, args.cluster, dry_run=args.dry_run, wait=args.wait)
+
+
+def _supervise_job(args: argparse.Namespace) -> int:
+    from moe_asyncrl.cluster.slurm.job import supervise
+
+    return _report(supervise(args.run, os.environ), Path(args.run))
+
+
+def _status(args: argparse.Namespace) -> int:
+    from moe_asyncrl.cluster.status import status_lines
+
+    print("\n".join(status_lines(args.run)))
+    return 0
+
+
+def _logs(args: argparse.Namespace) -> int:
+    from moe_asyncrl.cluster.logs import show_logs
+
+    show_logs(args.run, args.role, lines=args.lines, follow=args.follow, say=lambda line: print(line, flush=True))
+    return 0
+
+
+def _stop(args: argparse.Namespace) -> int:
+    from moe_asyncrl.cluster.stop import stop_run
+
+    summary = stop_run(args.run, now=args.now, say=lambda line: print(line, flush=True))
+    return 0 if summary is None else int(_report(summary, Path(args.run)) == 1)
+
+
+def _report(summary: object, path: Path) -> int:
+    """Print how a run ended; its exit code."""
+    from moe_asyncrl.telemetry.summary import Summary
+
+    assert isinstance(summary, Summary)
+    print(_closing(summary, path), flush=True)
     if summary.status == "failed":
         print(f"moe-asyncrl: {summary.error}", file=sys.stderr)
     return {"ok": 0, "stopped": 130}.get(summary.status, 1)
@@ -166,6 +245,13 @@ def _top(args: argparse.Namespace) -> int:
     from moe_asyncrl.cluster.top import top
 
     return top(args.run, once=args.once)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from moe_asyncrl.cluster.look_back import report
+
+    print(report(args.run, args.out))
+    return 0
 
 
 def _role(args: argparse.Namespace) -> int:
