@@ -146,7 +146,7 @@ def _supervise(recipe: object) -> int:
     preflight(recipe)
     place_here(recipe)  # too few GPUs are said before there is a run folder
     folder = find_resumable(recipe) if recipe.run.resume else create_run_folder(recipe)
-    return _report(Supervisor(folder, recipe, face=face_for(folder, recipe)).run(), folder.path)
+    return _ended(Supervisor(folder, recipe, face=face_for(folder, recipe)).run(), folder.path)
 
 
 def _launch(args: argparse.Namespace) -> int:
@@ -158,7 +158,7 @@ def _launch(args: argparse.Namespace) -> int:
 def _supervise_job(args: argparse.Namespace) -> int:
     from moe_asyncrl.cluster.slurm.job import supervise
 
-    return _report(supervise(args.run, os.environ), Path(args.run))
+    return _ended(supervise(args.run, os.environ), Path(args.run))
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -179,10 +179,10 @@ def _stop(args: argparse.Namespace) -> int:
     from moe_asyncrl.cluster.stop import stop_run
 
     summary = stop_run(args.run, now=args.now, say=lambda line: print(line, flush=True))
-    return 0 if summary is None else int(_report(summary, Path(args.run)) == 1)
+    return 0 if summary is None else int(_ended(summary, Path(args.run)) == 1)
 
 
-def _report(summary: object, path: Path) -> int:
+def _ended(summary: object, path: Path) -> int:
     """Print how a run ended; its exit code."""
     from moe_asyncrl.telemetry.summary import Summary
 
