@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 from typing import Any
 
-import reasoning_gym  # noqa: F401  (registers the tasks)
-from reasoning_gym.factory import create_dataset
-from reasoning_gym.utils import extract_answer
-
+from moe_asyncrl.data.sources.gym import library
 from moe_asyncrl.scoring.score import ENTRY
+
+create_dataset = library().create_dataset
+extract_answer = importlib.import_module("reasoning_gym.utils").extract_answer
 
 
 class NoTask(ValueError):

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import importlib
 import importlib.metadata
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,8 +60,7 @@ class TaskRows:
 def make_task(task: str, config: Mapping[str, Any], *, size: int, seed: int) -> Any:
     """The library's data set of that name. Raises UserError as `TaskRows` does."""
     try:
-        factory = importlib.import_module("reasoning_gym.factory")
-        importlib.import_module("reasoning_gym")  # registers the tasks
+        factory = library()
     except ImportError as e:
         raise UserError(f"reasoning_gym {task!r}: this needs the package `reasoning-gym`: {first_line(e)}") from None
     known = factory.DATASETS
@@ -77,6 +77,14 @@ def make_task(task: str, config: Mapping[str, Any], *, size: int, seed: int) -> 
         return factory.create_dataset(task, size=size, seed=seed, **config)
     except Exception as e:  # each task checks its settings in its own way
         raise UserError(f"reasoning_gym {task!r}: {first_line(e)}") from None
+
+
+def library() -> Any:
+    """`reasoning_gym.factory`, with every task registered. Seconds. Raises ImportError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports, each time that is compiled
+        importlib.import_module("reasoning_gym")
+    return importlib.import_module("reasoning_gym.factory")
 
 
 def library_version() -> str:
