@@ -230,7 +230,8 @@ class Supervisor:
 
 def _role_state(role: Role) -> str:
     code = role.exit_code
-    return "running" if code is None else "ended" if code in (0, -signal.SIGTERM) else role.error()
+    well = code == 0 or (code == -signal.SIGTERM and not role.own_word)
+    return "running" if code is None else "ended" if well else role.error()
 
 
 def _counts(state: RunState | None) -> TrajectoryCounts:

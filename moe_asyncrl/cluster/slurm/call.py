@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 
@@ -81,4 +82,4 @@ def own_environment() -> dict[str, str]:
 def last_line(text: str) -> str:
     """The last line that says something, without the name that Slurm puts in front of errors."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1].partition("error: ")[2] or lines[-1] if lines else ""
+    return re.sub(r"^\w+: (?:error|fatal): ", "", lines[-1]) if lines else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from moe_asyncrl.cluster.slurm.call import SlurmRefused, slurm
+from moe_asyncrl.cluster.slurm.call import SlurmRefused, SlurmSilent, slurm
 
 WAITS = {
     "Resources": "waits for nodes to become free",
@@ -85,8 +85,10 @@ def look_at_job(job: str, deadline_s: float) -> list[JobLook]:
             ["squeue", "--noheader", f"--jobs={job}", "--states=all", "--format=%i|%T|%r|%N|%M|%l"],
             deadline_s=deadline_s,
         )
-    except SlurmRefused:
-        return []
+    except SlurmRefused as error:
+        if "Invalid job id" in error.said:
+            return []
+        raise SlurmSilent(str(error)) from None
     return parse_looks(said)
 
 
