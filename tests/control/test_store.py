@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from moe_asyncrl.control.state import ControlState, acquire, begin, commit, set_phase
-from moe_asyncrl.control.store import ControlStore
+from moe_asyncrl.control.store import ControlRecord, ControlStore, close_record
 from moe_asyncrl.data.errors import UserError
 
 
@@ -49,3 +50,18 @@ def test_only_what_is_kept_is_written(tmp_path: Path) -> None:
     store.save(ControlState(epoch=1, step=1))
     assert path.exists()
     assert [p.name for p in tmp_path.iterdir()] == ["control.json"]
+
+
+def test_the_end_of_a_run_is_written_for_a_process_that_cannot(tmp_path: Path) -> None:
+    """The lease stays, so that a resume goes on counting; what cannot be read is left for its owner to complain of."""
+    path = tmp_path / "control.json"
+    close_record(path, "failed", "boom")
+    assert not path.exists()
+    ControlStore(path).save(ControlState(epoch=3, holder="a", phase="running", step=7))
+    close_record(path, "failed", "boom")
+    record = msgspec.json.decode(path.read_bytes(), type=ControlRecord)
+    assert (record.phase, record.error, record.epoch, record.step) == ("failed", "boom", 3, 7)
+    assert ControlStore(path).load() == ControlState(epoch=3)
+    path.write_bytes(b"{")
+    close_record(path, "finished", None)
+    assert path.read_bytes() == b"{"

@@ -71,10 +71,19 @@ class TensorBoardSink:
         if name not in self._writers:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+            _wait_for_a_later_name(self._folder / name)
             self._writers[name] = EventFileWriter(str(self._folder / name), max_queue_size=1000)
             if name in self._resumed:
                 self.rewind(name, self._resumed.pop(name))
         return self._writers[name]
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """Readers take event files in the order of their names, which hold the second they were made in: it must be new."""
+    stamps = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
+    newest = max((int(stamp) for stamp in stamps if stamp.isdigit()), default=0)
+    if 0 <= newest - time.time() + 1 <= 2:
+        time.sleep(newest - time.time() + 1)
 
 
 def place(group: str) -> str:
