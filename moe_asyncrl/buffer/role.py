@@ -47,13 +47,13 @@ async def _run(folder: RunFolder, recipe: Recipe, timing: Timing, *, quiet_s: fl
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     serving: asyncio.Task[None] | None = None
+    look = Look(folder)
     try:
         endpoint = server.bind()
         write_endpoint(folder, endpoint)
         log.info("listening on %s, %s", endpoint.address, service.limits)
         serving = asyncio.create_task(server.serve())
         stopping = asyncio.create_task(stop.wait())
-        look = Look(folder)
         while not stop.is_set():
             await look.show(service.run_state())
             if serving.done():
@@ -67,5 +67,6 @@ async def _run(folder: RunFolder, recipe: Recipe, timing: Timing, *, quiet_s: fl
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
         server.close()
+        await look.show(service.run_state())
     log.info("stopped: phase %s, %s", service.state.phase, service.ledger.counters)
     return 0
