@@ -11,10 +11,10 @@ from msgspec import Meta, field
 
 from moe_asyncrl.config.recipe import Section
 
-Name = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._@+:-]+$")]
-Names = Annotated[str, Meta(min_length=1, max_length=500, pattern=r"^[A-Za-z0-9._@+:|&*,()\[\]-]+$")]
-Line = Annotated[str, Meta(min_length=1, max_length=2000, pattern=r"^[^\n\r]+$")]
-Variable = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Name = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._@+:-]+\Z")]
+Names = Annotated[str, Meta(min_length=1, max_length=500, pattern=r"^[A-Za-z0-9._@+:|&*,()/\[\]-]+\Z")]
+Line = Annotated[str, Meta(min_length=1, max_length=2000, pattern=r"^[^\n\r]+\Z")]
+Variable = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")]
 
 
 class Nodes(Section, frozen=True, kw_only=True):
@@ -37,9 +37,9 @@ class Nodes(Section, frozen=True, kw_only=True):
 class Network(Section, frozen=True, kw_only=True):
     """Network interfaces, by name; the libraries choose where none is named."""
 
-    gloo: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:,-]+$")] | None = None
+    gloo: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:,-]+\Z")] | None = None
     """GLOO_SOCKET_IFNAME of every role: one interface that every node has."""
-    nccl: Annotated[str, Meta(pattern=r"^[=^]?[A-Za-z0-9_.:,-]+$")] | None = None
+    nccl: Annotated[str, Meta(pattern=r"^[=^]?[A-Za-z0-9_.:,-]+\Z")] | None = None
     """NCCL_SOCKET_IFNAME of every role, with NCCL's own `=` and `^` in front if wanted."""
 
 
@@ -69,13 +69,13 @@ class Cluster(Section, frozen=True, kw_only=True):
     """Account to charge."""
     qos: Name | None = None
     """Quality of service."""
-    time_limit: Annotated[str, Meta(pattern=r"^(\d+-)?\d{1,2}:[0-5]\d:[0-5]\d$")] = "24:00:00"
+    time_limit: Annotated[str, Meta(pattern=r"^(\d+-)?\d{1,2}:[0-5]\d:[0-5]\d\Z")] = "24:00:00"
     """Longest life of a job, as [DAYS-]HH:MM:SS."""
     stop_lead_s: Annotated[int, Meta(ge=10, le=65535)] = 600
     """Seconds before the time limit at which the trainer finishes its step, writes a checkpoint and ends."""
     requeue: bool = False
     """Queue the job again when its time is up, or when Slurm takes its nodes away, and go on from the checkpoint."""
-    gres: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_]+(:[A-Za-z0-9_.-]+)?$")] = "gpu"
+    gres: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_]+(:[A-Za-z0-9_.-]+)?\Z")] = "gpu"
     """Slurm's name of the GPUs, with their type if it must be named: `gpu`, `gpu:h100`."""
     network: Network = field(default_factory=Network)
     """Network interfaces."""
@@ -89,7 +89,7 @@ class Cluster(Section, frozen=True, kw_only=True):
     """Image in which roles run."""
     run_folder: Line | None = None
     """Folder of the run folders, on a file system that all nodes share; the recipe's `run.folder` if not given."""
-    extra_sbatch: tuple[Annotated[str, Meta(pattern=r"^--[a-z][^\n\r]*$")], ...] = ()
+    extra_sbatch: tuple[Annotated[str, Meta(pattern=r"^--[a-z][^\n\r]*\Z")], ...] = ()
     """Further options of the job, such as `--exclusive`, one a line."""
     command_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 30.0
     """Longest wait for an answer of a Slurm command, in seconds."""
