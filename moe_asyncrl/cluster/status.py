@@ -82,11 +82,12 @@ def status_lines(run: str) -> list[str]:
         )
     if now.owner is not None:
         gone = now.alive is False and now.owner.ended is None
+        engines = {e.name: e for e in now.state.engines} if now.state is not None and now.alive else {}
         for role in now.owner.roles:
             state = "gone with its supervisor" if gone and role.state == "running" else role.state
+            if engine := engines.get(role.name):
+                state += f", {engine.state} version {engine.version} at {engine.url}"
             lines.append(f"  {role.name:<12} {role.node + ' ' if role.node else ''}{state}")
-        for engine in now.state.engines if now.state is not None and now.alive else ():
-            lines.append(f"  {engine.name:<12} {engine.state}, version {engine.version}, {engine.url}")
     if now.summary is not None and now.summary.error:
         lines.append(f"error    {now.summary.error}")
     return lines

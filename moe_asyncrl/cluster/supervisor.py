@@ -118,6 +118,10 @@ class Supervisor:
             self._face.refresh()
             for line in self._sinks.messages():
                 self._say(line)
+            assert self._owner is not None
+            if self._owner.lost():
+                return "failed", SUPERSEDED
+            self._owner.show(self._looks())
             if self._interrupted:
                 return self._stop_on_request()
             error = self._first_failure()

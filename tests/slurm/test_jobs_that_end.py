@@ -1,0 +1,96 @@
+"""One supervised run on one allocation, ended in every way, and gone on with each time by the same job script.
+
+its time is up ─▶ queued again by itself ─▶ stopped ─▶ taken over ─▶ a rank is killed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moe_asyncrl.cluster.owner import Ownership
+from moe_asyncrl.telemetry.run_folder import RunFolder
+from tests.slurm.fixture import Cluster
+from tests.slurm.runs import Run, command, none_left, story, write_cluster
+
+SUPERVISED = ("algorithm.objective=sft", "run.steps=100000", "checkpoint.every=5", "checkpoint.keep=3")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the user."""
+    return tmp_path_factory.mktemp("ended")
+
+
+@pytest.fixture(scope="module")
+def run(slurm: Cluster, home: Path) -> Iterator[Run]:
+    """Launched, and not waited for."""
+    site = write_cluster(home / "site.yaml", trainer={"nodes": 2, "cpus_per_node": 4}, requeue=True)
+    said = command(slurm, home, "launch", "demo", "--cluster", str(site), *SUPERVISED)
+    assert said.code == 0 and said.err == "", said
+    yield Run((home / "runs" / "latest").resolve())
+
+
+def job(run: Run) -> str:
+    """The job's number."""
+    return str(run.json("slurm.json")["job"])
+
+
+def again(run: Run, slurm: Cluster) -> None:
+    """Submit the run's job script once more, as a person may who wants to go on, and wait for a step."""
+    before = len(run.steps())
+    number = slurm.ask("sbatch", "--parsable", str(run.folder / "job.sbatch")).strip()
+    record = {**run.json("slurm.json"), "job": number}
+    RunFolder(run.folder).write_json(run.folder / "slurm.json", record)
+    run.until("steps of the next job", lambda: len(run.steps()) > before + 1)
+
+
+def test_before_its_time_is_up_it_writes_a_checkpoint_and_is_queued_again(run: Run, slurm: Cluster) -> None:
+    run.until("step 6", lambda: run.steps()[-1:] >= [6])
+    # What `#SBATCH --signal` makes Slurm send.
+    slurm.ask("scancel", "--batch", "--signal=USR2", job(run))
+    log = run.folder / "logs" / "supervisor.log"
+    run.until("it is queued again", lambda: "is queued again and goes on from the checkpoint" in log.read_text())
+    assert run.json("summary.json")["status"] == "stopped"
+    done = run.steps()[-1]
+    assert run.checkpoint() == done
+    run.until("it goes on", lambda: len(run.steps()) > done + 1)
+    assert run.steps()[: done + 2] == list(range(1, done + 3)), story(run.folder)
+    assert any(line.startswith(f"{job(run)} RUNNING") for line in slurm.jobs())
+
+
+def test_stop_writes_a_checkpoint_and_ends_the_job(run: Run, slurm: Cluster, home: Path) -> None:
+    said = command(slurm, home, "stop", "runs/latest")
+    assert said.code == 0 and said.err == "", said
+    lines = said.out.splitlines()
+    assert lines[0] == "asked to stop: the trainer finishes its step and writes a checkpoint"
+    assert lines[1].startswith("stopped: ")
+    assert run.checkpoint() == run.steps()[-1] and run.json("summary.json")["status"] == "stopped"
+    none_left(home, slurm)
+    second = command(slurm, home, "stop", "runs/latest")
+    assert second.code == 2 and "the run is not running; see moe-asyncrl status" in second.err
+
+
+def test_an_older_supervisor_gives_way_and_writes_nothing(run: Run, slurm: Cluster, home: Path) -> None:
+    """As after a lost node whose copy of the job still lives: the file names another owner."""
+    again(run, slurm)
+    newer = Ownership.claim(RunFolder(run.folder), job="another", grace_s=0.0)
+    none_left(home, slurm)
+    assert not newer.lost(look_now=True) and run.json("summary.json") is None
+    assert "another supervisor has taken over this run" in (run.folder / "logs" / "supervisor.log").read_text()
+    newer.release()
+
+
+def test_a_killed_rank_ends_the_job_with_its_error(run: Run, slurm: Cluster, home: Path) -> None:
+    again(run, slurm)
+    run.kill_rank(1)
+    none_left(home, slurm)
+    said = command(slurm, home, "status", "runs/latest")
+    assert said.code == 0
+    error = f"trainer-1 was killed by SIGKILL on node2; see {run.folder / 'logs' / 'trainer-1.log'}"
+    for line in (f"slurm    job {job(run)} ended with an error", f"error    {error}"):
+        assert line in said.out.splitlines(), f"{said.out}\n{story(run.folder)}"
+    assert "status   failed, " in said.out and run.json("summary.json")["error"] == error
+    assert run.checkpoint() > 0
