@@ -14,9 +14,9 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
-import psutil
 
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.telemetry.run_folder import RunFolder, write_atomic
@@ -44,8 +44,8 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """Made anew by each supervisor."""
     host: str
     pid: int
-    created: float
-    """When that process began, Unix seconds: a pid is used again one day."""
+    began: int
+    """When that process began, in the kernel's ticks since the machine started: a pid is used again one day."""
     job: str | None = None
     """Slurm's number of the job; none for a run on one machine."""
     ended: float | None = None
@@ -58,10 +58,19 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
             return False
         if self.host != socket.gethostname():
             return None
-        try:
-            return abs(psutil.Process(self.pid).create_time() - self.created) < 1.0
-        except psutil.NoSuchProcess:
-            return False
+        return began(self.pid) == self.began
+
+
+def began(pid: int) -> int | None:
+    """When a living process began, in ticks since the machine started; None if there is none.
+
+    Not in seconds of the clock: those are reckoned from the boot, and come out differently when the clock is set.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
 
 
 def read_owner(folder: RunFolder) -> Owner | None:
@@ -102,7 +111,7 @@ class Ownership:
             token=secrets.token_hex(16),
             host=socket.gethostname(),
             pid=os.getpid(),
-            created=psutil.Process().create_time(),
+            began=began(os.getpid()) or 0,
             job=job,
         )
         claimed = cls(folder, owner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -10,18 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from moe_asyncrl.cli import main
+from moe_asyncrl.cluster.owner import Ownership
 from moe_asyncrl.cluster.roles import run_role
 from moe_asyncrl.cluster.run_setup import create_run_folder
 from moe_asyncrl.cluster.slurm.call import SlurmSilent
 from moe_asyncrl.cluster.slurm.call import slurm as call
 from moe_asyncrl.config.load import dump_recipe, load_recipe
+from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.engine.keys import ensure_engine_key
-from moe_asyncrl.telemetry.run_folder import write_atomic
+from moe_asyncrl.telemetry.run_folder import RunFolder, write_atomic
 from tests.slurm.fixture import GPUS, Cluster, wait_until
-from tests.slurm.runs import Run, command, none_left, write_cluster
+from tests.slurm.runs import Run, command, write_cluster
+from tests.system.command import Command
 from tests.system.projects import make_project
 
 
@@ -123,7 +128,8 @@ def test_a_role_that_is_told_a_wrong_interface_names_those_that_exist(
     assert run_role("buffer", str(tmp_path), None, host="127.0.0.1") == 1
     assert signal.getsignal(signal.SIGTERM) is before
     error = (tmp_path / "logs" / "buffer.error").read_text()
-    assert error.startswith("GLOO_SOCKET_IFNAME names 'net7', and this node has lo") and "network.gloo" in error
+    assert error.startswith("GLOO_SOCKET_IFNAME names 'net7', and this node has ") and "network.gloo" in error
+    assert set(psutil.net_if_addrs()) <= set(re.findall(r"\w+", error))
 
 
 def test_who_makes_one_folder_or_file_at_once_does_not_disturb_the_other(
@@ -157,15 +163,15 @@ def test_who_makes_one_folder_or_file_at_once_does_not_disturb_the_other(
 
 def test_status_and_stop_of_a_run_on_this_machine(project: Path, slurm: Cluster) -> None:
     """No Slurm is asked. A second supervisor is refused while the first one lives."""
-    run = Run(project / "runs" / "latest")
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(command, slurm, project, "run", "recipe.yaml", "run.name=here", SLURM_CONF="nowhere")
-        run.until("steps", lambda: not running.done() and run.steps()[-1:] >= [2] and run.json("slurm.json") is None)
+    with Command(project, "run", "recipe.yaml", "run.name=here") as running:
+        run = Run(running.until("there is a run", lambda: (project / "runs" / "latest").exists() and running.folder))
+        running.until_step(2)
         said = command(slurm, project, "status", "runs/latest", SLURM_CONF="nowhere")
         assert said.code == 0 and "status   running\nprocess  supervisor " in said.out, said
-        assert "  trainer-0    running\n" in said.out and "slurm" not in said.out
+        assert "  trainer-0    running\n" in said.out and "\nslurm " not in said.out
+        with pytest.raises(UserError, match=rf"its supervisor is alive \(pid {running.process.pid}\)"):
+            Ownership.claim(RunFolder(run.folder))
         stopped = command(slurm, project, "stop", "runs/latest", SLURM_CONF="nowhere")
         assert stopped.code == 0 and stopped.out.splitlines()[1].startswith("stopped: "), stopped
-        ended = running.result(60)
-    assert ended.code == 130 and run.checkpoint() == run.steps()[-1]
-    none_left(project, slurm)
+        assert running.wait(60).code == 130 and running.none_left()
+    assert run.checkpoint() == run.steps()[-1]
