@@ -164,8 +164,8 @@ def test_who_makes_one_folder_or_file_at_once_does_not_disturb_the_other(
 def test_status_and_stop_of_a_run_on_this_machine(project: Path, slurm: Cluster) -> None:
     """No Slurm is asked. A second supervisor is refused while the first one lives."""
     with Command(project, "run", "recipe.yaml", "run.name=here") as running:
-        run = Run(running.until("there is a run", lambda: (project / "runs" / "latest").exists() and running.folder))
         running.until_step(2)
+        run = Run(running.folder)
         said = command(slurm, project, "status", "runs/latest", SLURM_CONF="nowhere")
         assert said.code == 0 and "status   running\nprocess  supervisor " in said.out, said
         assert "  trainer-0    running\n" in said.out and "\nslurm " not in said.out
