@@ -34,6 +34,11 @@ class Role(Protocol):
         ...
 
     @property
+    def asked(self) -> bool:
+        """It was asked to stop."""
+        ...
+
+    @property
     def own_word(self) -> bool:
         """It left a line that says why it failed."""
         ...

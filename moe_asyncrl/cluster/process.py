@@ -30,6 +30,8 @@ class RoleProcess:
     log: Path
     error_file: Path
     node: str = ""
+    asked: bool = False
+    """It was asked to stop."""
     _family: list[psutil.Process] = dataclasses.field(default_factory=list)
     """Descendants when it was asked to stop: what it forgets is ended too."""
 
@@ -41,6 +43,7 @@ class RoleProcess:
     def ask_to_stop(self) -> None:
         """SIGTERM. Nothing happens if it has ended."""
         if self.exit_code is None:
+            self.asked = True
             self._family = _descendants(self.process.pid)
             _signal(self.process.pid, signal.SIGTERM)
 

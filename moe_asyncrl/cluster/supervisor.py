@@ -234,7 +234,7 @@ class Supervisor:
 
 def _role_state(role: Role) -> str:
     code = role.exit_code
-    well = code == 0 or (code == -signal.SIGTERM and not role.own_word)
+    well = code == 0 or (code == -signal.SIGTERM and role.asked)
     return "running" if code is None else "ended" if well else role.error()
 
 

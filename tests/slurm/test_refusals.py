@@ -164,7 +164,8 @@ def test_who_makes_one_folder_or_file_at_once_does_not_disturb_the_other(
 def test_status_and_stop_of_a_run_on_this_machine(project: Path, slurm: Cluster) -> None:
     """No Slurm is asked. A second supervisor is refused while the first one lives."""
     with Command(project, "run", "recipe.yaml", "run.name=here") as running:
-        running.until_step(2)
+        roles = "moe-asyncrl status shows its roles"
+        running.until(roles, lambda: "  trainer-0    running\n" in command(slurm, project, "status", "runs/latest").out)
         run = Run(running.folder)
         said = command(slurm, project, "status", "runs/latest", SLURM_CONF="nowhere")
         assert said.code == 0 and "status   running\nprocess  supervisor " in said.out, said
@@ -174,4 +175,4 @@ def test_status_and_stop_of_a_run_on_this_machine(project: Path, slurm: Cluster)
         stopped = command(slurm, project, "stop", "runs/latest", SLURM_CONF="nowhere")
         assert stopped.code == 0 and stopped.out.splitlines()[1].startswith("stopped: "), stopped
         assert running.wait(60).code == 130 and running.none_left()
-    assert run.checkpoint() == run.steps()[-1]
+    assert run.json("summary.json")["status"] == "stopped"

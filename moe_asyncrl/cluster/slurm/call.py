@@ -12,6 +12,9 @@ from moe_asyncrl.data.errors import UserError
 ANSWER_S = 30.0
 """Longest wait for an answer, where the cluster file does not say."""
 
+GONE = "Invalid job id"
+"""What Slurm says of a job or step that it does not know, or no longer."""
+
 
 class SlurmRefused(UserError):
     """Slurm answered, and said no. `said` is its last line."""

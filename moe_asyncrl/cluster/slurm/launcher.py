@@ -12,7 +12,7 @@ from pathlib import Path
 
 from moe_asyncrl.cluster.launcher import Role
 from moe_asyncrl.cluster.process import error_file, last_line
-from moe_asyncrl.cluster.slurm.call import inside_of_job
+from moe_asyncrl.cluster.slurm.call import GONE, SlurmRefused, inside_of_job
 from moe_asyncrl.cluster.slurm.layout import RunLayout
 from moe_asyncrl.cluster.slurm.nodes import Ask
 from moe_asyncrl.cluster.slurm.steps import Node, Step, exit_code, first_to_fall, step_command, steps_of
@@ -38,6 +38,8 @@ class StepRole:
     """What srun says of it."""
     signal_step: Callable[[str], None]
     """Sends SIGTERM to the tasks of the step of that name. `srun` itself, when it gets one, kills them."""
+    asked: bool = False
+    """It was asked to stop."""
 
     @property
     def name(self) -> str:
@@ -72,6 +74,7 @@ class StepRole:
         """SIGTERM to the step's tasks. Nothing happens if it has ended."""
         if self.process.poll() is not None:
             return
+        self.asked = True
         try:
             self.signal_step(self.name)
         except UserError as error:
@@ -173,4 +176,9 @@ class SlurmLauncher:
         ids = [line.partition("|")[0].strip() for line in listed.splitlines() if line.partition("|")[2].strip() == name]
         if not ids:
             raise UserError(f"no step of the job is named {name}")
-        self._ask(["scancel", f"--signal={signal.SIGTERM.name.removeprefix('SIG')}", *ids])
+        try:
+            self._ask(["scancel", f"--signal={signal.SIGTERM.name.removeprefix('SIG')}", *ids])
+        except SlurmRefused as error:
+            # A step that ends quickly is gone when scancel asks what became of it.
+            if GONE not in error.said:
+                raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from moe_asyncrl.cluster.slurm.call import SlurmRefused, SlurmSilent, slurm
+from moe_asyncrl.cluster.slurm.call import GONE, SlurmRefused, SlurmSilent, slurm
 
 WAITS = {
     "Resources": "waits for nodes to become free",
@@ -86,7 +86,7 @@ def look_at_job(job: str, deadline_s: float) -> list[JobLook]:
             deadline_s=deadline_s,
         )
     except SlurmRefused as error:
-        if "Invalid job id" in error.said:
+        if GONE in error.said:
             return []
         raise SlurmSilent(str(error)) from None
     return parse_looks(said)
