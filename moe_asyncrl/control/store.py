@@ -76,9 +76,23 @@ class ControlStore:
         return ControlState(epoch=record.epoch)
 
     def save(self, state: ControlState) -> None:
-        """Write what changed; does nothing if nothing of it did."""
+        """Write what changed; does nothing if nothing of it did.
+
+        Raises `UserError` if the file has a newer lease: then another copy of the run is at work, and this one is over.
+        """
         record = record_of(state)
         if record == self._last:
             return
+        newest = self._epoch_on_disk()
+        if newest > record.epoch:
+            raise UserError(
+                f"{self._path}: another copy of this run has taken lease {newest}; this one had {record.epoch} and ends"
+            )
         write_atomic(self._path, msgspec.json.format(msgspec.json.encode(record), indent=2))
         self._last = record
+
+    def _epoch_on_disk(self) -> int:
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=ControlRecord).epoch
+        except (OSError, msgspec.MsgspecError):
+            return 0

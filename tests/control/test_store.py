@@ -22,6 +22,18 @@ def test_a_new_process_gives_a_higher_lease_also_to_the_same_holder(tmp_path: Pa
     assert acquire(again, "b").epoch == 3
 
 
+def test_a_copy_of_the_run_with_an_older_lease_cannot_write(tmp_path: Path) -> None:
+    """A cluster can start a job twice: both copies see one file, and the first one's lease is over."""
+    first, second = ControlStore(tmp_path / "control.json"), ControlStore(tmp_path / "control.json")
+    first.save(acquire(first.load(), "node1"))
+    newer = acquire(second.load(), "node2")
+    second.save(newer)
+    with pytest.raises(UserError, match="another copy of this run has taken lease 2; this one had 1 and ends"):
+        first.save(ControlState(epoch=1, holder="node1", begun=True, step=7))
+    assert second.load().epoch == 2
+    second.save(begin(newer, 3))
+
+
 def test_a_file_that_cannot_be_read_stops_the_buffer(tmp_path: Path) -> None:
     """Starting from lease 0 would let an old trainer in."""
     path = tmp_path / "control.json"
