@@ -26,7 +26,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     jobs: tuple[JobLook, ...] | None
     """Its Slurm job; none for a run on one machine, empty if Slurm has forgotten the job."""
     silent: str | None = None
-    """Why Slurm was not asked in vain: its error."""
+    """Why Slurm could not be asked."""
 
     @property
     def alive(self) -> bool | None:
@@ -94,10 +94,12 @@ def status_lines(run: str) -> list[str]:
 
 
 def _status(now: Standing) -> str:
+    if now.jobs and all(job.pending for job in now.jobs):
+        return (
+            "queued" if now.summary is None else f"queued again; {now.summary.status} after {now.summary.steps} steps"
+        )
     if now.summary is not None and not (now.alive and now.owner is not None and now.owner.ended is None):
         return f"{now.summary.status}, {now.summary.steps} steps in {now.summary.seconds:.0f} s"
-    if now.jobs and all(job.pending for job in now.jobs):
-        return "queued"
     if now.alive:
         return "running" if now.owner is not None and now.owner.ended is None else "starting"
     if now.alive is None:

@@ -80,7 +80,8 @@ class Supervisor:
         clock = time.monotonic()
         self._owner = Ownership.claim(self.folder, job=self._job, say=self._say)
         # A resumed run must not be taken for what its last start came to.
-        for old in (*self.folder.logs.glob("*.error"), self.folder.summary):
+        slurm = [self.folder.slurm_json] if self._job is None else []
+        for old in (*self.folder.logs.glob("*.error"), self.folder.summary, *slurm):
             old.unlink(missing_ok=True)
         self._sinks = start_sinks(self.folder, self.recipe)
         handlers = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM, TIME_IS_UP)}

@@ -38,6 +38,11 @@ def job(run: Run) -> str:
     return str(run.json("slurm.json")["job"])
 
 
+def words(slurm: Cluster, run: Run) -> str:
+    """What `status` says."""
+    return command(slurm, run.folder, "status", str(run.folder)).out
+
+
 def again(run: Run, slurm: Cluster) -> None:
     """Submit the run's job script once more, as a person may who wants to go on."""
     number = slurm.ask("sbatch", "--parsable", str(run.folder / "job.sbatch")).strip()
@@ -81,6 +86,7 @@ def test_before_its_time_is_up_it_writes_a_checkpoint_and_is_queued_again(run: R
     assert run.json("summary.json")["status"] == "stopped"
     done = run.steps()[-1]
     assert run.checkpoint() == done
+    run.until("status says so", lambda: f"queued again; stopped after {done} steps" in words(slurm, run))
     run.until("it goes on", lambda: len(run.steps()) > done)
     assert run.steps()[: done + 1] == list(range(1, done + 2)), story(run.folder)
     assert any(line.startswith(f"{job(run)} RUNNING") for line in slurm.jobs())

@@ -172,7 +172,7 @@ def test_status_and_stop_of_a_run_on_this_machine(project: Path, slurm: Cluster)
         assert "  trainer-0    running\n" in said.out and "\nslurm " not in said.out
         with pytest.raises(UserError, match=rf"its supervisor is alive \(pid {running.process.pid}\)"):
             Ownership.claim(RunFolder(run.folder))
-        stopped = command(slurm, project, "stop", "runs/latest", SLURM_CONF="nowhere")
-        assert stopped.code == 0 and stopped.out.splitlines()[1].startswith("stopped: "), stopped
+        stopped = command(slurm, project, "stop", "runs/latest", "--now", SLURM_CONF="nowhere")
+        assert stopped.code == 0 and stopped.out.startswith("asked to stop at once\nstopped: 0 steps"), stopped
         assert running.wait(60).code == 130 and running.none_left()
     assert run.json("summary.json")["status"] == "stopped"

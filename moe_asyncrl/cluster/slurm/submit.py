@@ -12,13 +12,14 @@ from pathlib import Path
 
 import msgspec
 
-from moe_asyncrl.cluster.run_setup import absolute, create_run_folder, link, preflight
+from moe_asyncrl.cluster.run_setup import absolute, create_run_folder, find_resumable, link, preflight
 from moe_asyncrl.cluster.slurm.call import SlurmRefused, outside_of_jobs, slurm
 from moe_asyncrl.cluster.slurm.files import SlurmJob, script_file, supervisor_log, write_cluster
 from moe_asyncrl.cluster.slurm.layout import RunLayout, lay_out, total_nodes
 from moe_asyncrl.cluster.slurm.offer import SINFO, parse_offers, refusal
 from moe_asyncrl.cluster.slurm.script import job_script
 from moe_asyncrl.cluster.slurm.steps import Node, step_command, steps_of
+from moe_asyncrl.cluster.status import standing
 from moe_asyncrl.config.cluster import Cluster
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.errors import UserError
@@ -60,11 +61,11 @@ def show(recipe: Recipe, cluster: Cluster, say: Say) -> None:
 
 
 def submit(recipe: Recipe, cluster: Cluster, environment: Mapping[str, str], say: Say) -> RunFolder:
-    """Make the run folder and submit the job.
+    """Make the run folder, or take up the one that `run.resume` names, and submit the job.
 
     Raises:
         UserError: what the recipe says cannot be run, the cluster cannot give what is asked for, or Slurm refused. No
-            job and no run folder is left then.
+            job and no new run folder is left then.
     """
     layout = lay_out(recipe, cluster)
     outside = outside_of_jobs(environment)
@@ -73,6 +74,11 @@ def submit(recipe: Recipe, cluster: Cluster, environment: Mapping[str, str], say
     if reason is not None:
         raise UserError(reason)
     preflight(recipe)
+    if recipe.run.resume:
+        folder = find_resumable(recipe)
+        if standing(folder).alive:
+            raise UserError(f"{folder.path}: the run is still at work; see moe-asyncrl status")
+        return _record(folder, _sbatch(folder, recipe, cluster, layout, outside), cluster, layout, say)
     base = Path(recipe.run.folder)
     latest = os.readlink(base / "latest") if (base / "latest").is_symlink() else None
     folder = create_run_folder(recipe)
@@ -85,6 +91,10 @@ def submit(recipe: Recipe, cluster: Cluster, environment: Mapping[str, str], say
         else:
             link(base, latest)
         raise
+    return _record(folder, job, cluster, layout, say)
+
+
+def _record(folder: RunFolder, job: str, cluster: Cluster, layout: RunLayout, say: Say) -> RunFolder:
     record = SlurmJob(job=job, submitted=time.time(), command_timeout_s=cluster.command_timeout_s)
     folder.write_json(folder.slurm_json, record)
     kind = "a het job" if layout.shape == "het" else "a job"
@@ -95,7 +105,7 @@ def submit(recipe: Recipe, cluster: Cluster, environment: Mapping[str, str], say
 def _sbatch(folder: RunFolder, recipe: Recipe, cluster: Cluster, layout: RunLayout, outside: Mapping[str, str]) -> str:
     log = supervisor_log(folder)
     script = job_script(layout, cluster, name=recipe.run.name, run=folder.path, log=log)
-    log.parent.mkdir(parents=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
     write_cluster(folder, cluster)
     write_atomic(script_file(folder), script.encode())
     command = ["sbatch", "--parsable", "--export=ALL", f"--chdir={folder.path}", str(script_file(folder))]
