@@ -57,6 +57,22 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("run", help="run folder, for example runs/latest")
     p.add_argument("--out", help="file to write (default: report.html in the run folder)")
 
+    p = add("trace", _trace, "Write a run's spans and counters as a trace for ui.perfetto.dev.")
+    p.add_argument("run", help="run folder, for example runs/latest")
+    p.add_argument(
+        "--out", help="file to write, compressed if it ends in .gz (default: trace.json.gz in the run folder)"
+    )
+    p.add_argument("--from", dest="first", metavar="WHEN", help="a step, or seconds since the start such as 30s")
+    p.add_argument("--to", dest="last", metavar="WHEN", help="the same")
+
+    p = add("samples", _samples, "Read recorded trajectories of a run, the newest step first.")
+    p.add_argument("run", help="run folder, for example runs/latest")
+    p.add_argument("--step", type=int, help="only of this step")
+    p.add_argument("--group", type=int, metavar="ID", help="only of this group")
+    p.add_argument("--limit", type=int, default=8, help="trajectories at most (default: 8)")
+    p.add_argument("--tokens", action="store_true", help="each token with its version and log-probability")
+    p.add_argument("--json", action="store_true", help="a JSON object a line")
+
     p = add("role", _role, "Run one role of a run (what `run` and Slurm start).")
     p.add_argument("role", choices=ROLES)
     p.add_argument("--run", required=True, metavar="DIR", help="run folder")
@@ -252,6 +268,19 @@ def _report(args: argparse.Namespace) -> int:
 
     print(report(args.run, args.out))
     return 0
+
+
+def _trace(args: argparse.Namespace) -> int:
+    from moe_asyncrl.cluster.look_back import trace
+
+    print(trace(args.run, args.out, args.first, args.last))
+    return 0
+
+
+def _samples(args: argparse.Namespace) -> int:
+    from moe_asyncrl.cluster.samples import samples
+
+    return samples(args.run, step=args.step, group=args.group, limit=args.limit, tokens=args.tokens, as_json=args.json)
 
 
 def _role(args: argparse.Namespace) -> int:

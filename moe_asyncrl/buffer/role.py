@@ -10,6 +10,7 @@ import time
 from moe_asyncrl.buffer.endpoint import endpoint_file, write_endpoint
 from moe_asyncrl.buffer.ledger import Limits
 from moe_asyncrl.buffer.look import Look
+from moe_asyncrl.buffer.recorder import Recorder
 from moe_asyncrl.buffer.security import ensure_keys
 from moe_asyncrl.buffer.server import BufferServer
 from moe_asyncrl.buffer.service import BufferService, Timing
@@ -38,7 +39,12 @@ def run(folder: RunFolder, recipe: Recipe, index: int = 0) -> int:
 async def _run(folder: RunFolder, recipe: Recipe, timing: Timing, *, quiet_s: float = QUIET_S) -> int:
     own, clients = ensure_keys(folder.keys)
     store = ControlStore(folder.control_json)
-    service = BufferService(limits_of(recipe), timing=timing, state=store.load(), save=store.save)
+    recorder = Recorder(
+        folder.trajectories,
+        groups_per_step=recipe.telemetry.record_groups_per_step,
+        limit_bytes=recipe.telemetry.record_mib * 2**20,
+    )
+    service = BufferService(limits_of(recipe), timing=timing, state=store.load(), save=store.save, trained=recorder)
     server = BufferServer(
         service, address=f"tcp://{recipe.buffer.host}:*", keys=own, clients=frozenset({clients.public})
     )
@@ -68,5 +74,6 @@ async def _run(folder: RunFolder, recipe: Recipe, timing: Timing, *, quiet_s: fl
             await asyncio.gather(serving, return_exceptions=True)
         server.close()
         await look.show(service.run_state())
+        recorder.close()
     log.info("stopped: phase %s, %s", service.state.phase, service.ledger.counters)
     return 0

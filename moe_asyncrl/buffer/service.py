@@ -82,13 +82,19 @@ class BufferService:
         timing: Timing | None = None,
         state: ControlState | None = None,
         save: Callable[[ControlState], None] = lambda state: None,
+        trained: Callable[[int, int, Sequence[Held]], None] = lambda step, version, groups: None,
     ) -> None:
-        """`save` is called with every new state before anybody is told of it."""
+        """`save` is called with every new state before anybody is told of it.
+
+        `trained` hears of each batch that was consumed: its step, the version that the step began with, its groups.
+        """
         self.limits = limits
         self.timing = timing or Timing()
         self.state = state or ControlState()
         self.ledger = Ledger(limits)
         self._save = save
+        self._trained = trained
+        self._taken_version = 0
         self._groups: dict[int, Held] = {}
         self._begun_with: Begin | None = None
         save(self.state)
@@ -183,7 +189,10 @@ class BufferService:
                 return self._fetch(r)
             case Consumed():
                 self._must_have_begun()
+                batch = [self._groups[i] for i in self.ledger.taken] if self.ledger.taken_step == r.step else []
                 cursor, counters = self.ledger.consume(r.step)
+                if batch:
+                    self._trained(r.step, self._taken_version, batch)
                 self._prune()
                 self._set(control.step_done(self.state, r.step))
                 return ConsumedResult(request=r.request, cursor=cursor, counters=counters), ()
@@ -258,6 +267,7 @@ class BufferService:
         state = self.run_state(r.request)
         if indices is None:
             return NotReady(request=r.request, held=len(self.ledger.held), state=state)
+        self._taken_version = r.version
         groups = (self._groups[i] for i in indices)
         held = tuple(HeldGroup(ticket=g.ticket, headers=g.headers) for g in groups)
         return Batch(request=r.request, step=r.step, groups=held, state=state)

@@ -41,6 +41,8 @@ class Model(Section, frozen=True, kw_only=True):
     """Element type of the trainer's forward pass."""
     max_context: Annotated[int, Meta(ge=8, le=2**22)] = 1024
     """Longest trajectory, prompt included, in tokens."""
+    mtp: Literal["unsaid", "drop", "keep"] = "unsaid"
+    """Multi-token-prediction weights: `drop` leaves them out; `unsaid` refuses a checkpoint that has some."""
 
 
 class Source(Section, frozen=True, kw_only=True):
@@ -179,6 +181,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Pipeline parallelism, in stages."""
     vpp: Annotated[int, Meta(ge=2)] | None = None
     """Virtual pipeline chunks for each stage."""
+    stage_layers: tuple[Annotated[int, Meta(ge=1)], ...] | None = None
+    """Layers of each pipeline stage, `pp` times `vpp` numbers in the order of the layers; split evenly if not given."""
     cp: Annotated[int, Meta(ge=1)] = 1
     """Context parallelism, in ranks."""
     ep: Annotated[int, Meta(ge=1)] = 1
@@ -328,6 +332,10 @@ class Telemetry(Section, frozen=True, kw_only=True):
 
     console: Literal["auto", "plain"] = "auto"
     """`auto` draws a live panel where standard output is a terminal; `plain` prints lines everywhere."""
+    record_groups_per_step: Annotated[int, Meta(ge=0, le=4096)] = 1
+    """Groups of each trained batch that are kept whole in the run folder, for `moe-asyncrl samples`; 0 keeps none."""
+    record_mib: Annotated[int, Meta(ge=1, le=2**20)] = 256
+    """Most of the disk that they take, in MiB; the oldest ones are dropped."""
     tensorboard: bool = True
     """Write TensorBoard events into the run folder."""
     prometheus: bool = False

@@ -73,6 +73,11 @@ class RunFolder:
         return JsonlWriter(self.routing_path)
 
     @property
+    def trajectories(self) -> Path:
+        """Some of the trained groups, whole, as `data/recorded.py` reads them."""
+        return self.path / "trajectories"
+
+    @property
     def logs(self) -> Path:
         """One log for each role."""
         return self.path / "logs"

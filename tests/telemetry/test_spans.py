@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_asyncrl.telemetry.busy import Busy
 from moe_asyncrl.telemetry.jsonl import JsonlTail, read_jsonl
 from moe_asyncrl.telemetry.run_folder import RunFolder
-from moe_asyncrl.telemetry.busy import Busy
 from moe_asyncrl.telemetry.spans import overlap, span
 from moe_asyncrl.telemetry.summary import TrajectoryCounts, summarize
 
