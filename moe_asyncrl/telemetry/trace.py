@@ -11,14 +11,18 @@ import gzip
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
 from moe_asyncrl.telemetry.run_folder import RunFolder
 
-MOST_BYTES = 256 * 1024 * 1024
+MOST_BYTES = 128 * 1024 * 1024
 """End of `events.jsonl` that is written without a window: about what a browser can still show."""
+DISORDER_S = 60.0
+"""Events stand in the order of their ends, up to this: clocks of machines, and lists that wait to be written."""
+LONGEST_S = 3600.0
+"""Spans that end later than this after a window are not looked for in it."""
 KEPT = 256
 """Spans of a lane that a later one may contain or touch."""
 COUNTERS = {
@@ -111,8 +115,12 @@ def write_trace(folder: RunFolder, out: Path, window: Window) -> Written:
         if window == Window() and folder.events_path.exists():
             start = max(0, folder.events_path.stat().st_size - MOST_BYTES)
             cut = start > 0
+        elif window.start is not None:
+            start = _place_of(folder.events_path, window.start - DISORDER_S)
         first: float | None = None
         for line, e in _lines(folder.events_path, start):
+            if window.end is not None and e.end > window.end + LONGEST_S:
+                break
             if e.end < e.start or not window.touches(e.start, e.end):
                 continue
             first = e.end if first is None else first
@@ -126,7 +134,7 @@ def write_trace(folder: RunFolder, out: Path, window: Window) -> Written:
     return Written(spans, cut)
 
 
-def _compressed(raw: BinaryIO, wanted: bool) -> contextlib.AbstractContextManager[IO[bytes]]:
+def _compressed(raw: BinaryIO, wanted: bool) -> gzip.GzipFile | contextlib.nullcontext[BinaryIO]:
     return gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=3) if wanted else contextlib.nullcontext(raw)
 
 
@@ -176,6 +184,21 @@ def _lines(path: Path, start: int) -> Iterator[tuple[bytes, _Event]]:
                 yield line, decode(line)
             except msgspec.MsgspecError:
                 continue
+
+
+def _place_of(path: Path, moment: float, *, near: int = 64 * 1024) -> int:
+    """A place in the file before which every span ended before `moment`, Unix seconds."""
+    if not path.exists():
+        return 0
+    low, high = 0, path.stat().st_size
+    while high - low > near:
+        middle = (low + high) // 2
+        following = next(_lines(path, middle), None)
+        if following is not None and following[1].end < moment:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def _counters(path: Path, window: Window) -> Iterator[dict[str, Any]]:
