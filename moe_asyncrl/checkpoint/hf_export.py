@@ -8,14 +8,17 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from moe_asyncrl.checkpoint.megatron_names import global_parameters
+from moe_asyncrl.checkpoint.safetensors_dir import SafetensorsDir, has_weights
 from moe_asyncrl.checkpoint.safetensors_writer import SafetensorsWriter
 from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.models.algebra import HfTensor
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.parameter_map import parameter_map
 from moe_asyncrl.models.spec import ModelSpec
@@ -53,7 +56,8 @@ def export_hf(
 ) -> None:
     """Write the model to the new directory `out_dir`. Collective; the first rank writes, and all fail if one does.
 
-    Config, tokenizer and chat template are those of `source_hf_dir`. `dtype` defaults to the type of that checkpoint.
+    Config, tokenizer and chat template are those of `source_hf_dir`. `dtype` defaults to the type of that checkpoint;
+    tensors that have a type of their own keep the one they have there.
     The files are written to a hidden directory beside `out_dir` that takes its name when it is whole, so that an
     interrupted export is never taken for a finished one. When this returns, on any rank, the directory is there.
     Weights whose all-gather is pending in an optimizer must be brought up to date by the caller first.
@@ -67,7 +71,8 @@ def export_hf(
     if rank is None:
         rank = dist.get_rank(group) if dist.is_initialized() else 0
     dtype = dtype or getattr(torch, spec.torch_dtype)
-    tensors = parameter_map(spec).hf_tensors()
+    tensors = _with_stored_types(parameter_map(spec).hf_tensors(), Path(source_hf_dir))
+    types = {t.name: getattr(torch, t.dtype) for t in tensors if t.dtype}
     partial: Path | None = None
     writer: SafetensorsWriter | None = None
     with ExitStack() as cleanup:
@@ -77,7 +82,7 @@ def export_hf(
                 check_place(out, Path(source_hf_dir))
                 partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.partial-"))
                 cleanup.callback(shutil.rmtree, partial, ignore_errors=True)
-                _carry_files(Path(source_hf_dir), partial, dtype)
+                _carry_files(Path(source_hf_dir), partial, dtype, drops_mtp=spec.mtp == "drop")
                 writer = cleanup.enter_context(SafetensorsWriter(partial, tensors, dtype, max_shard_bytes))
         buckets = cleanup.enter_context(
             closing(
@@ -87,7 +92,7 @@ def export_hf(
         for bucket in buckets:
             for name, value in bucket.items():
                 if writer is not None and value is not None:
-                    writer.write(name, value)
+                    writer.write(name, value.to(types.get(name, dtype)))
         with agree(f"writing {out}", group=group):
             if writer is not None and partial is not None:
                 writer.close()
@@ -103,7 +108,16 @@ def check_place(out: Path, source: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _carry_files(source: Path, partial: Path, dtype: torch.dtype) -> None:
+def _with_stored_types(tensors: Sequence[HfTensor], source: Path) -> list[HfTensor]:
+    """Tensors with a type of their own take that of the source, where it has weights: checkpoints differ in it."""
+    if not any(tensor.dtype for tensor in tensors) or not has_weights(source):
+        return list(tensors)
+    with SafetensorsDir(source) as stored:
+        types = {name: str(found.dtype).removeprefix("torch.") for name, found in stored.tensors.items()}
+    return [replace(t, dtype=types.get(t.name, t.dtype)) if t.dtype else t for t in tensors]
+
+
+def _carry_files(source: Path, partial: Path, dtype: torch.dtype, *, drops_mtp: bool) -> None:
     for name in CARRIED_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, partial / name)
@@ -111,8 +125,11 @@ def _carry_files(source: Path, partial: Path, dtype: torch.dtype) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
     stored = str(dtype).removeprefix("torch.")
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
-    if any(config.get(name) != stored for name in names):
-        config.update(dict.fromkeys(names, stored))
+    changes: dict[str, object] = dict.fromkeys(names, stored)
+    if drops_mtp:
+        changes |= {name: 0 for name in ("num_nextn_predict_layers", "num_mtp_layers") if name in config}
+    if any(config.get(name) != value for name, value in changes.items()):
+        config.update(changes)
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

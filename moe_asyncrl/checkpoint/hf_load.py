@@ -13,6 +13,7 @@ from moe_asyncrl.checkpoint.safetensors_dir import SafetensorsDir
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.algebra import Block
 from moe_asyncrl.models.assemble import assemble
+from moe_asyncrl.models.families.mtp import is_of_mtp
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.parameter_map import parameter_map
 from moe_asyncrl.models.shards import rank_shards
@@ -34,7 +35,8 @@ def load_hf(
 ) -> None:
     """Load the weights of `hf_dir` into this rank's model chunks, in place.
 
-    Values are converted to each parameter's own dtype; with `dtype` they are rounded to that one first. An optimizer
+    Values are converted to each parameter's own dtype; with `dtype` they are rounded to that one first, but for tensors
+    with a type of their own. An optimizer
     that keeps copies of the weights must be told to reload them afterwards.
 
     Every rank of the trainer calls this, and all of them fail if one does. `rank` defaults to that of
@@ -66,7 +68,7 @@ def _load(
             value = stored.read(block.hf.name, block.hf_slices)
             if spare_head and block.hf.name == _EMBEDDING:
                 _check_tied(value, stored.read(_HEAD, block.hf_slices), hf_dir)
-            return value if dtype is None else value.to(dtype)
+            return value if dtype is None or block.hf.dtype is not None else value.to(dtype)
 
         for shard in rank_shards(spec, layout, rank):
             assemble(shard, read, parameters[shard.entry.name].data)
@@ -84,13 +86,15 @@ def check_tensors(stored: SafetensorsDir, spec: ModelSpec) -> bool:
     """Check names and shapes of a checkpoint against the model.
 
     Returns True if a tied model's checkpoint has an output layer of its own, which then must equal the embedding.
-    Raises UserError with all missing and extra names, or with the first tensor of another shape.
+    Raises UserError with all missing and extra names, with the first tensor of another shape, or because nobody said
+    what to do with multi-token-prediction weights (`ModelSpec.with_mtp`).
     """
     tensors = parameter_map(spec).hf_tensors()
     ledger = Ledger((t.name for t in tensors), what="HF tensors", where=str(stored.directory))
     spare_head = spec.tie_embeddings and _HEAD in stored.tensors
+    unused = _unused_mtp(stored, spec)
     for name in stored.tensors:
-        if not (spare_head and name == _HEAD):
+        if not (spare_head and name == _HEAD) and name not in unused:
             ledger.enter(name)
     ledger.settle()
     for tensor in tensors:
@@ -98,3 +102,16 @@ def check_tensors(stored: SafetensorsDir, spec: ModelSpec) -> bool:
     if spare_head:
         stored.check_shape(_HEAD, (spec.vocab_size, spec.hidden_size))
     return spare_head
+
+
+def _unused_mtp(stored: SafetensorsDir, spec: ModelSpec) -> frozenset[str]:
+    """Tensors of multi-token-prediction layers that are left out by an explicit word."""
+    if spec.mtp == "keep":
+        return frozenset()
+    found = frozenset(name for name in stored.tensors if is_of_mtp(spec, name))
+    if found and spec.mtp == "unsaid":
+        raise UserError(
+            f"{stored.directory} holds {len(found)} tensors of {spec.mtp_layers} multi-token-prediction layers (behind "
+            f"layer {spec.num_layers - 1}); say what becomes of them: `drop` reads and writes the model without them"
+        )
+    return found

@@ -18,7 +18,7 @@ from moe_asyncrl.models.shards import Shard, rank_shards
 from moe_asyncrl.models.spec import ModelSpec
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"(\.mlp\.experts\.local_experts\.|\.mlp\.experts\.linear_fc[12]\.weight)(\d+)(?=\.|$)")
+_EXPERT = re.compile(r"(\.mlp\.experts\.local_experts\.|\.mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)(?=\.|$)")
 
 
 def global_name(name: str, layers: range, first_expert: int) -> str:
@@ -28,20 +28,22 @@ def global_name(name: str, layers: range, first_expert: int) -> str:
     """
     while name.startswith("module."):
         name = name.removeprefix("module.")
+    name = _EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + first_expert}", name)
     match = _LAYER.match(name)
     if match is None:
         return name
     local = int(match[1])
     if local >= len(layers):
         raise UserError(f"parameter {name} is outside the {len(layers)} layers of its pipeline stage")
-    name = f"decoder.layers.{layers[local]}.{name[match.end() :]}"
-    return _EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + first_expert}", name)
+    return f"decoder.layers.{layers[local]}.{name[match.end() :]}"
 
 
 def global_parameters(
     chunks: Sequence[torch.nn.Module], spec: ModelSpec, layout: Layout, rank: int
-) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by canonical global name (that of Megatron-Core's local layers).
+) -> dict[str, torch.Tensor]:
+    """This rank's parameters, and its buffers that are weights (expert biases), by canonical global name.
+
+    The canonical name is that of Megatron-Core's local layers.
 
     Raises:
         UserError: a parameter is missing, extra, there twice, or has another shape than the layout says; all at once.
@@ -53,13 +55,18 @@ def global_parameters(
     shards = {shard.entry.name: shard for shard in rank_shards(spec, layout, rank)}
     known = parameter_map(spec)
     ledger = Ledger(shards, what="Megatron parameters", where=f"rank {rank} of layout {layout}")
-    found: dict[str, torch.nn.Parameter] = {}
+    found: dict[str, torch.Tensor] = {}
     for number, chunk in enumerate(chunks):
         layers = layout.layers_of(at.pp, number, spec.num_layers)
         for name, parameter in chunk.named_parameters():
             canonical = known.find(global_name(name, layers, first_expert)).name
             ledger.enter(canonical)
             found[canonical] = parameter
+        for name, buffer in chunk.named_buffers():
+            canonical = global_name(name, layers, first_expert)
+            if canonical in shards and shards[canonical].entry.buffer:
+                ledger.enter(canonical)
+                found[canonical] = buffer
     ledger.settle()
     _check_shapes(found, shards, rank)
     return {name: found[name] for name in shards}

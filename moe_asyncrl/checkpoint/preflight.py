@@ -22,7 +22,7 @@ def check_model(recipe: Recipe) -> ModelSpec:
             model's.
     """
     path = Path(recipe.model.path)
-    spec = ModelSpec.from_hf(path)
+    spec = ModelSpec.from_hf(path).with_mtp(recipe.model.mtp)
     with SafetensorsDir(path) as stored:
         check_tensors(stored, spec)
     if recipe.model.max_context > spec.max_position_embeddings:
@@ -43,7 +43,7 @@ def check_reference(reference: Path, path: Path, spec: ModelSpec) -> None:
     Raises:
         UserError: its files are not whole, or it is another architecture or has another vocabulary.
     """
-    other = differences(spec, ModelSpec.from_hf(reference))
+    other = differences(spec, ModelSpec.from_hf(reference).with_mtp(spec.mtp))
     if other:
         more = "" if len(other) <= 3 else f" and {len(other) - 3} more"
         raise UserError(

@@ -63,7 +63,7 @@ class SafetensorsDir:
             )
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """The tensor, or the rectangle of it that `slices` names; nothing else is read from the file.
+        """The tensor, or the rectangle of it that `slices` names; nothing outside of it is read from the file.
 
         Raises UserError if there is no such tensor or its file cannot be read.
         """
@@ -75,7 +75,9 @@ class SafetensorsDir:
             if slices is None:
                 value = handle.get_tensor(name)
             else:
-                value = handle.get_slice(name)[slices]
+                # The library takes no steps: the run around them is read, and thinned here.
+                value = handle.get_slice(name)[tuple(slice(s.start, s.stop) for s in slices)]
+                value = value[tuple(slice(None, None, s.step) for s in slices)]
         except (SafetensorError, OSError) as error:
             raise UserError(f"{stored.file}: cannot read tensor {name}: {error}") from error
         assert isinstance(value, torch.Tensor)
@@ -86,6 +88,11 @@ class SafetensorsDir:
         if stored is None:
             raise UserError(f"{self.directory}: tensor {name} is not in the checkpoint")
         return stored
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether there are safetensors files in it, whole or not."""
+    return (directory / INDEX).is_file() or (directory / SINGLE).is_file()
 
 
 def _read_headers(directory: Path) -> dict[str, StoredTensor]:

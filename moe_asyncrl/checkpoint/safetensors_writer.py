@@ -32,7 +32,7 @@ class SafetensorsWriter:
         self._dtype = dtype
         self._stack = ExitStack()
         self._places: dict[str, tuple[int, int, HfTensor]] = {}
-        shards = list(_split(tensors, dtype.itemsize, max_shard_bytes))
+        shards = list(_split(tensors, dtype, max_shard_bytes))
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
             name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -45,7 +45,7 @@ class SafetensorsWriter:
                 weight_map[tensor.name] = name
         self._files = [self._places[shard[0].name][0] for shard in shards]
         if len(shards) > 1:
-            total = sum(tensor.numel for tensor in tensors) * dtype.itemsize
+            total = sum(tensor.numel * _type(tensor, dtype).itemsize for tensor in tensors)
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
@@ -54,8 +54,9 @@ class SafetensorsWriter:
         if name not in self._places:
             raise ValueError(f"{name} was not announced, or is written twice")
         file, offset, tensor = self._places[name]
-        if tuple(value.shape) != tensor.shape or value.dtype != self._dtype:
-            raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}, announced {self._dtype} {tensor.shape}")
+        dtype = _type(tensor, self._dtype)
+        if tuple(value.shape) != tensor.shape or value.dtype != dtype:
+            raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}, announced {dtype} {tensor.shape}")
         del self._places[name]
         data = memoryview(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         while data:
@@ -79,11 +80,11 @@ class SafetensorsWriter:
         self._stack.close()
 
 
-def _split(tensors: Sequence[HfTensor], itemsize: int, max_bytes: int) -> Iterator[list[HfTensor]]:
+def _split(tensors: Sequence[HfTensor], dtype: torch.dtype, max_bytes: int) -> Iterator[list[HfTensor]]:
     shard: list[HfTensor] = []
     filled = 0
     for tensor in tensors:
-        size = tensor.numel * itemsize
+        size = tensor.numel * _type(tensor, dtype).itemsize
         if shard and filled + size > max_bytes:
             yield shard
             shard, filled = [], 0
@@ -98,11 +99,18 @@ def _header(tensors: Sequence[HfTensor], dtype: torch.dtype) -> tuple[bytes, dic
     content: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
     end = 0
-    for tensor in sorted(tensors, key=lambda t: t.name):
+    # The library's order: larger types first, so that each tensor stands at a multiple of its item size.
+    for tensor in sorted(tensors, key=lambda t: (-_type(t, dtype).itemsize, t.name)):
         starts[tensor.name] = end
-        size = tensor.numel * dtype.itemsize
-        content[tensor.name] = {"dtype": _NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [end, end + size]}
+        own = _type(tensor, dtype)
+        size = tensor.numel * own.itemsize
+        content[tensor.name] = {"dtype": _NAMES[own], "shape": list(tensor.shape), "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text, starts
+
+
+def _type(tensor: HfTensor, dtype: torch.dtype) -> torch.dtype:
+    found: torch.dtype = dtype if tensor.dtype is None else getattr(torch, tensor.dtype)
+    return found

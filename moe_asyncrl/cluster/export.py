@@ -44,7 +44,7 @@ def _export(folder: RunFolder, recipe: Recipe, out: Path, step: int | None) -> P
     else:
         source = folder_of(folder.checkpoints, step)
         read_info(source)
-    spec = ModelSpec.from_hf(recipe.model.path)
+    spec = ModelSpec.from_hf(recipe.model.path).with_mtp(recipe.model.mtp)
     capabilities = Capabilities()
     layout = Layout()
     runtime = ParallelRuntime(capabilities, rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]

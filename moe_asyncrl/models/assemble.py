@@ -14,7 +14,8 @@ from moe_asyncrl.models.shards import Shard
 def assemble(shard: Shard, read: Callable[[Block], torch.Tensor], out: torch.Tensor) -> None:
     """Fill `out`, the local parameter of `shard`, with `read(block)` for each of its blocks; padding becomes zero.
 
-    `read` returns a tensor of `block.size` of any dtype and device; it is converted to those of `out`.
+    `read` returns what lies at `block.hf_slices` of `block.hf`, in any dtype, on any device; it is converted to those
+    of `out`.
     Raises ValueError if `out` has another shape.
     """
     if tuple(out.shape) != shard.shape:
@@ -24,12 +25,15 @@ def assemble(shard: Shard, read: Callable[[Block], torch.Tensor], out: torch.Ten
         if sum(math.prod(block.size) for block in blocks) < out.numel():
             out.zero_()
         for block in blocks:
-            out[block.local_slices].copy_(read(block))
+            out[block.local_slices].copy_(block.to_local(read(block)))
 
 
 def disassemble(shard: Shard, local: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
-    """The blocks of a local parameter as views, in local order. Raises ValueError if `local` has another shape."""
+    """The blocks of a local parameter in local order, as views that fit `block.hf_slices` of the HF tensor.
+
+    Raises ValueError if `local` has another shape.
+    """
     if tuple(local.shape) != shard.shape:
         raise ValueError(f"{shard.entry.name} has shape {tuple(local.shape)}, its shard {shard.shape}")
     for block in shard.blocks:
-        yield block, local[block.local_slices]
+        yield block, block.to_hf(local[block.local_slices])

@@ -34,7 +34,7 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
     """The spec of a parsed `config.json`; `source` names the file in errors."""
     family = FAMILIES[architecture_of(config, source)]
     fields = HfFields(config, source)
-    fields.refuse_unsupported()
+    fields.refuse_unsupported(windows=family.windows)
     return family.read_spec(fields)
 
 

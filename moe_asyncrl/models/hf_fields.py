@@ -74,19 +74,6 @@ class HfFields:
                 raise self.fail(f"`{name}` {token} is outside the vocabulary of {vocab_size}")
         return ids
 
-    def rope_theta(self, default: float) -> float:
-        """The rotary base: `rope_parameters.rope_theta` (transformers 5) or `rope_theta` (before)."""
-        parameters = self.config.get("rope_parameters") or {}
-        if not isinstance(parameters, dict):
-            raise self.fail(f"`rope_parameters` must be an object, found {parameters!r}")
-        nested = parameters.get("rope_theta")
-        flat = self.config.get("rope_theta")
-        if nested is not None and flat is not None and float(nested) != float(flat):
-            raise self.fail(f"`rope_theta` is {flat} but `rope_parameters.rope_theta` is {nested}")
-        return HfFields({"rope_theta": flat if nested is None else nested}, self.source).number(
-            "rope_theta", default=default
-        )
-
     def torch_dtype(self) -> str:
         """The stored type: `dtype` (transformers 5) or `torch_dtype` (before); `float32` where absent."""
         name, value = self._first(("dtype", "torch_dtype"))
@@ -96,8 +83,11 @@ class HfFields:
             raise self.fail(f"`{name}` {value!r} is not one of {', '.join(_DTYPES)}")
         return str(value)
 
-    def refuse_unsupported(self) -> None:
-        """Raise if the config asks for something that would be computed wrongly if it were ignored."""
+    def refuse_unsupported(self, *, windows: bool = False) -> None:
+        """Raise if the config asks for something that would be computed wrongly if it were ignored.
+
+        `windows`: the family reads sliding windows itself. Rotary positions are `hf_rope`'s to judge.
+        """
         config = self.config
         if config.get("quantization_config"):
             raise self.fail("`quantization_config` is set: quantized weights are not supported; use the original ones")
@@ -105,28 +95,12 @@ class HfFields:
             raise self.fail("`use_sliding_window` is true: sliding-window attention is not supported")
         layer_types = config.get("layer_types") or []
         other = sorted({str(t) for t in layer_types} - {"full_attention"})
-        if other:
+        if other and not windows:
             raise self.fail(f"`layer_types` has {', '.join(other)}: only full_attention is supported")
-        for name in ("rope_scaling", "rope_parameters"):
-            self._refuse_rope_scaling(name)
-        if config.get("partial_rotary_factor", 1) not in (1, None):
-            raise self.fail(f"`partial_rotary_factor` {config['partial_rotary_factor']} is not supported: only 1 is")
         if config.get("hidden_act", "silu") != "silu":
             raise self.fail(f"`hidden_act` {config['hidden_act']!r} is not supported: only 'silu' is")
         if config.get("attention_dropout"):
             raise self.fail(f"`attention_dropout` {config['attention_dropout']} is not supported: only 0 is")
-
-    def _refuse_rope_scaling(self, name: str) -> None:
-        value = self.config.get(name)
-        if value is None:
-            return
-        if not isinstance(value, dict):
-            raise self.fail(f"`{name}` must be an object, found {value!r}")
-        kind = value.get("rope_type", value.get("type", "default"))
-        extra = sorted(set(value) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-        if kind != "default" or extra or value.get("partial_rotary_factor", 1) != 1:
-            shown = kind if kind != "default" else ", ".join(extra) or "partial_rotary_factor"
-            raise self.fail(f"`{name}` asks for {shown!r}: rotary scaling is not supported")
 
     def _first(self, names: tuple[str, ...]) -> tuple[str, Any]:
         found = [(name, self.config[name]) for name in names if self.config.get(name) is not None]

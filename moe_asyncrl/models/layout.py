@@ -8,6 +8,7 @@ edp = tp * cp * dp / (etp * ep).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from moe_asyncrl.config.recipe import Trainer
 from moe_asyncrl.data.errors import UserError
@@ -49,6 +50,8 @@ class Layout:
     """Context parallelism: each rank keeps 1 / cp of every sequence."""
     dp: int = 1
     """Copies of the dense layers that see different sequences. Expert parallelism is laid over tp * cp * dp ranks."""
+    stage_layers: tuple[int, ...] | None = None
+    """Layers of each pipeline stage, pp * vpp numbers in the order of the layers; None splits them evenly."""
 
     def __post_init__(self) -> None:
         if self.etp == 0:
@@ -58,6 +61,9 @@ class Layout:
                 raise UserError(f"layout: {axis} is {getattr(self, axis)}, it must be at least 1")
         if self.vpp is not None and (self.vpp < 1 or self.pp == 1):
             raise UserError(f"layout: vpp is {self.vpp} with pp {self.pp}; it needs pp >= 2 and vpp >= 1, or none")
+        stages, given = self.pp * self.chunks, self.stage_layers
+        if given is not None and (len(given) != stages or min(given) < 1):
+            raise UserError(f"layout: stage_layers is {list(given)}; it needs {stages} numbers, each at least 1")
         if self.ep == 1 and self.etp != self.tp:
             # Megatron-Core 0.16.1 then reduces the experts' gradients like dense ones, over too few ranks.
             raise UserError(f"layout: etp is {self.etp} without expert parallelism; it must then equal tp {self.tp}")
@@ -71,13 +77,24 @@ class Layout:
     def of(cls, settings: Trainer) -> Layout:
         """The layout that a recipe's trainer section asks for."""
         s = settings
-        return cls(tp=s.tp, pp=s.pp, vpp=s.vpp, ep=s.ep, etp=s.tp if s.etp is None else s.etp, cp=s.cp, dp=s.dp)
+        return cls(
+            tp=s.tp,
+            pp=s.pp,
+            vpp=s.vpp,
+            ep=s.ep,
+            etp=s.tp if s.etp is None else s.etp,
+            cp=s.cp,
+            dp=s.dp,
+            stage_layers=s.stage_layers,
+        )
 
     def __str__(self) -> str:
         sizes = {axis: getattr(self, axis) for axis in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")}
         if self.etp == (self.tp if self.ep == 1 else 1):
             del sizes["etp"]
         shown = [f"{axis}{size}" for axis, size in sizes.items() if size not in (1, None)]
+        if self.stage_layers is not None:
+            shown.append("layers" + "-".join(map(str, self.stage_layers)))
         return "x".join(shown) or "single"
 
     @property
@@ -111,26 +128,36 @@ class Layout:
         )
 
     def layers_of(self, pp_rank: int, chunk: int, num_layers: int) -> range:
-        """Global numbers (from 0) of the layers in one chunk of one pipeline rank, split evenly.
+        """Global numbers (from 0) of the layers in one chunk of one pipeline rank.
 
-        With interleaving, chunk c of rank p holds stage c * pp + p. Raises UserError if the split is uneven.
+        With interleaving, chunk c of rank p holds stage c * pp + p. Raises UserError if the layers do not split evenly
+        and no split is given, or the given one has another number of layers.
         """
-        stages = self.pp * self.chunks
-        if num_layers % stages:
-            raise UserError(f"layout {self}: {num_layers} layers do not split evenly over {stages} pipeline stages")
+        stages = self._stages(num_layers)
         if not (0 <= pp_rank < self.pp and 0 <= chunk < self.chunks):
             raise UserError(f"layout {self}: there is no chunk {chunk} of pipeline rank {pp_rank}")
-        size = num_layers // stages
-        start = (chunk * self.pp + pp_rank) * size
-        return range(start, start + size)
+        return stages[chunk * self.pp + pp_rank]
 
     def owner_of_layer(self, layer: int, num_layers: int) -> tuple[int, int]:
         """The (pipeline rank, chunk) that holds global layer `layer`. Raises UserError as `layers_of`."""
-        size = len(self.layers_of(0, 0, num_layers))
-        if not 0 <= layer < num_layers:
-            raise UserError(f"layout {self}: layer {layer} is outside 0..{num_layers - 1}")
-        stage = layer // size
-        return stage % self.pp, stage // self.pp
+        for stage, layers in enumerate(self._stages(num_layers)):
+            if layer in layers:
+                return stage % self.pp, stage // self.pp
+        raise UserError(f"layout {self}: layer {layer} is outside 0..{num_layers - 1}")
+
+    def _stages(self, num_layers: int) -> list[range]:
+        """The layers of each stage."""
+        count, sizes = self.pp * self.chunks, self.stage_layers
+        if sizes is None:
+            if num_layers % count:
+                raise UserError(
+                    f"layout {self}: {num_layers} layers do not split evenly over {count} pipeline stages; give "
+                    "stage_layers, or other stages"
+                )
+            sizes = (num_layers // count,) * count
+        if sum(sizes) != num_layers:
+            raise UserError(f"layout {self}: stage_layers has {sum(sizes)} layers, the model {num_layers}")
+        return [range(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
 
     def experts_of(self, ep_rank: int, num_experts: int) -> range:
         """Global numbers of the experts on one expert-parallel rank. Raises UserError if the split is uneven."""

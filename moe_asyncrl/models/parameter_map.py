@@ -10,7 +10,7 @@ from enum import Enum
 from functools import lru_cache
 
 from moe_asyncrl.data.errors import UserError
-from moe_asyncrl.models.algebra import HfTensor, Op
+from moe_asyncrl.models.algebra import HfTensor, Op, numel_of, tensors_of
 from moe_asyncrl.models.spec import ModelSpec
 
 
@@ -47,6 +47,8 @@ class Entry:
     """Name under Transformer Engine layers where it differs."""
     tied_copy: bool = False
     """A second copy of the embedding, on a last stage that has no embedding of its own. Loaded, never exported."""
+    buffer: bool = False
+    """A buffer of the module, which no optimizer changes, in place of a parameter."""
 
     def named(self, names: NameSet) -> str:
         """The name in one name set."""
@@ -54,8 +56,13 @@ class Entry:
 
     @property
     def hf(self) -> tuple[HfTensor, ...]:
-        """The HF tensors it is made of, in the order of export."""
-        return self.op.tensors
+        """The HF tensors it is made of or takes a part of, in the order of export."""
+        return tensors_of(self.op)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter, without padding."""
+        return numel_of(self.op)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +90,7 @@ class ParameterMap:
 
     def hf_tensors(self) -> tuple[HfTensor, ...]:
         """Every HF tensor once, in export order."""
-        return tuple(t for entry in self.entries if not entry.tied_copy for t in entry.hf)
+        return tuple(dict.fromkeys(t for entry in self.entries if not entry.tied_copy for t in entry.hf))
 
 
 @lru_cache(maxsize=8)

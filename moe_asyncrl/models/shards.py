@@ -49,6 +49,10 @@ def check_layout(spec: ModelSpec, layout: Layout) -> None:
         sizes.append(("key/value heads", spec.num_kv_heads, "tp", layout.tp))
     elif layout.tp % spec.num_kv_heads:
         raise UserError(f"layout {layout}: tp {layout.tp} is not a multiple of {spec.num_kv_heads} key/value heads")
+    if spec.kept_mtp_layers:
+        sizes.append(("hidden_size", spec.hidden_size, "tp", layout.tp))
+    if spec.shared_expert_size:
+        sizes.append(("width of the shared expert", spec.shared_expert_size, "tp", layout.tp))
     if not all(spec.moe_layers):
         sizes.append(("intermediate_size", spec.intermediate_size, "tp", layout.tp))
     if spec.is_moe:

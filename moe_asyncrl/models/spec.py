@@ -7,16 +7,19 @@ parameter maps, the weight updates and the planner know about a model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from moe_asyncrl.models.features import SILU, SOFTMAX, GluSpec, MlaSpec, Mtp, RopeScaling, RouterSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer with grouped-query attention and dense or mixture-of-experts layers.
+    """A decoder-only transformer with dense or mixture-of-experts layers.
 
-    Sizes are in elements; layers and experts are counted from 0 over the whole model.
+    Sizes are in elements; layers and experts are counted from 0 over the whole model. What most models have comes
+    first; from `rotary_fraction` on, each field's default means that the model does not have it.
     """
 
     family: str
@@ -29,6 +32,7 @@ class ModelSpec:
     num_kv_heads: int
     """Key/value heads; each serves `num_attention_heads // num_kv_heads` query heads."""
     head_dim: int
+    """Of queries and keys; in multi-latent attention the turned and the unturned part together."""
     intermediate_size: int
     """Width of the gated feed-forward of a dense layer."""
     moe_intermediate_size: int
@@ -58,6 +62,30 @@ class ModelSpec:
     pad_token_id: int | None
     torch_dtype: str
     """Type the weights are stored in: `float32`, `bfloat16` or `float16`."""
+    rotary_fraction: float = 1.0
+    """Part of each query and key head, from its start, that positions turn."""
+    rope_scaling: RopeScaling | None = None
+    """How rotary positions are stretched to longer contexts."""
+    qk_norm_over_heads: bool = False
+    """`qk_norm` runs over all heads together, not over each head by itself."""
+    linear_biases: bool = False
+    """Projections, experts and routers have biases; embedding and output layer have none."""
+    sliding_window: int | None = None
+    """Tokens, its own included, that a token of a windowed layer attends to."""
+    windowed_layers: tuple[bool, ...] = ()
+    """One flag a layer: True where attention sees only the window; empty without windows."""
+    attention_sinks: bool = False
+    """Each head has a learned logit that takes part in the softmax and adds nothing to its output."""
+    mla: MlaSpec | None = None
+    """Multi-latent attention in place of grouped queries."""
+    router: RouterSpec = SOFTMAX
+    shared_expert_size: int = 0
+    """Width of the feed-forward beside the experts that every token of an MoE layer takes."""
+    glu: GluSpec = SILU
+    mtp_layers: int = 0
+    """Multi-token-prediction layers that the config announces behind the last layer. No forward pass uses them."""
+    mtp: Mtp = "unsaid"
+    """What is done with their weights: see `with_mtp`."""
 
     @classmethod
     def from_hf(cls, directory: str | Path) -> ModelSpec:
@@ -77,6 +105,18 @@ class ModelSpec:
         from moe_asyncrl.models.hf_config import spec_from_config
 
         return spec_from_config(config, source=source)
+
+    def with_mtp(self, mtp: Mtp) -> ModelSpec:
+        """The same model with a word on its multi-token-prediction weights.
+
+        `drop`: they are not read, and what is written has none. `keep`: they are part of the parameter map.
+        """
+        return replace(self, mtp=mtp)
+
+    @property
+    def kept_mtp_layers(self) -> int:
+        """Multi-token-prediction layers that the parameter map holds."""
+        return self.mtp_layers if self.mtp == "keep" else 0
 
     @property
     def is_moe(self) -> bool:
@@ -101,7 +141,9 @@ class ModelSpec:
         return -(-self.vocab_size // tp) * tp
 
     def total_parameters(self) -> int:
-        """Elements of all distinct weights, embedding included (tied weights count once)."""
+        """Elements of all distinct weights that the parameter map holds, embedding included (tied weights count once).
+
+        Multi-token-prediction layers count only if they are kept."""
         from moe_asyncrl.models.counts import total_parameters
 
         return total_parameters(self)

@@ -93,7 +93,10 @@ def random_weights(spec: ModelSpec, seed: int, init_std: float | None) -> dict[s
     """Every HF tensor of the model by name, in the spec's dtype, drawn as `make_tiny_model` says."""
     generator = torch.Generator().manual_seed(seed)
     dtype: torch.dtype = getattr(torch, spec.torch_dtype)
-    return {tensor.name: _draw(tensor, generator, init_std).to(dtype) for tensor in parameter_map(spec).hf_tensors()}
+    return {
+        tensor.name: _draw(tensor, generator, init_std).to(getattr(torch, tensor.dtype) if tensor.dtype else dtype)
+        for tensor in parameter_map(spec).hf_tensors()
+    }
 
 
 def _draw(tensor: HfTensor, generator: torch.Generator, init_std: float | None) -> torch.Tensor:
@@ -102,8 +105,9 @@ def _draw(tensor: HfTensor, generator: torch.Generator, init_std: float | None) 
         return torch.ones(tensor.shape) if init_std is not None else 1 + _NORM_SPREAD * noise
     if init_std is not None:
         return init_std * noise
-    # Unit variance through each matrix keeps activations of order one at any width.
-    return noise * (_LOGIT_SPREAD / math.sqrt(tensor.shape[-1]))
+    # Unit variance through each matrix keeps activations of order one at any width. Stacks have the input size first.
+    width = tensor.shape[-2] if len(tensor.shape) == 3 else tensor.shape[-1]
+    return noise * (_LOGIT_SPREAD / math.sqrt(width))
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -18,6 +18,11 @@ def check_trainable(spec: ModelSpec, layout: Layout) -> None:
 def check_builds(spec: ModelSpec, layout: Layout) -> None:
     """Raise UserError, naming the sizes, if the model's layers cannot be built under `layout`."""
     check_layout(spec, layout)
+    if spec.kept_mtp_layers:
+        raise UserError(
+            f"{spec.family}: training does not carry multi-token-prediction layers yet; say `drop` for them in place "
+            "of `keep` (model.mtp)"
+        )
     for what, size in (("key/value heads", spec.num_kv_heads), ("hidden_size", spec.hidden_size)):
         if size % layout.tp:
             raise UserError(f"layout {layout}: {what} {size} is not a multiple of tp {layout.tp}")

@@ -87,7 +87,7 @@ def train(
     lockstep = Lockstep(index, layout.world_size)
     client = resources.enter_context(_join(folder, index, lockstep))
 
-    spec = ModelSpec.from_hf(recipe.model.path)
+    spec = ModelSpec.from_hf(recipe.model.path).with_mtp(recipe.model.mtp)
     state = build_train_state(
         spec,
         layout,

@@ -47,8 +47,8 @@ def plan_buckets(spec: ModelSpec, layout: Layout, dtype: torch.dtype, max_bytes:
     plan = plan_gather(spec, layout, max(1, max_bytes // dtype.itemsize))
     buckets = tuple(
         Bucket(
-            tuple(TensorMeta(name=t.name, dtype=label, shape=t.shape) for t in bucket.tensors),
-            bucket.numel * dtype.itemsize,
+            tuple(TensorMeta(name=t.name, dtype=bucket.dtype or label, shape=t.shape) for t in bucket.tensors),
+            bucket.numel * getattr(torch, bucket.dtype or label).itemsize,
         )
         for bucket in plan
     )

@@ -62,9 +62,10 @@ def iter_hf_tensors(
 
     `group` has the layout's ranks in the layout's order; its first rank collects. `local_params` are this rank's
     parameters by canonical global name (`checkpoint.megatron_names.global_parameters`). Values are converted to `dtype`
-    where they live. Memory beyond the model: one bucket on the first rank (twice its column-sharded part), this rank's
-    part of it on the others; a bucket has at most `max_bytes`, or holds one larger parameter alone. Tensors of one
-    Megatron parameter (q, k, v; gate and up of an expert) share a bucket.
+    where they live; a tensor with a type of its own (`HfTensor.dtype`) to that one, in another bucket. Memory beyond
+    the model: one bucket on the first rank (twice its column-sharded part), this rank's part of it on the others; a
+    bucket has at most `max_bytes`, or holds one larger parameter alone. Tensors of one Megatron parameter (q, k, v;
+    gate and up of an expert) share a bucket.
 
     A rank that cannot go on closes the iterator (use `contextlib.closing`), and all others raise. When the iterator
     ends, every rank has taken every bucket.
@@ -82,8 +83,9 @@ def iter_hf_tensors(
     try:
         for bucket in plan:
             _go_on(rank, layout, group, stop=False)
-            flat = _gather(bucket, local_params, rank, dtype, device, group, timeout_s)
-            yield HfBucket(bucket.tensors, dtype, flat)
+            kept = dtype if bucket.dtype is None else getattr(torch, bucket.dtype)
+            flat = _gather(bucket, local_params, rank, kept, device, group, timeout_s)
+            yield HfBucket(bucket.tensors, kept, flat)
             del flat
         _go_on(rank, layout, group, stop=False)
     except GeneratorExit:
@@ -155,7 +157,7 @@ def pack(message: Message, local_params: Mapping[str, torch.Tensor], payload: to
     """Copy the message's pieces out of the owner's parameters into `payload` [numel], converting to its dtype."""
     start = 0
     for piece in message.pieces:
-        source = local_params[piece.shard.entry.name].detach()[piece.block.local_slices]
+        source = piece.block.to_hf(local_params[piece.shard.entry.name].detach()[piece.block.local_slices])
         payload[start : start + source.numel()].view(source.shape).copy_(source)
         start += source.numel()
 

@@ -1,8 +1,8 @@
 """Which rank sends which part of which HF tensor to the collecting rank, bucket by bucket. Pure arithmetic.
 
-A bucket is one flat buffer that holds whole HF tensors back to back, in export order. What a rank owns of it falls into
-messages: a run of elements that are adjacent in the buffer is received in place; a block of columns (a row-parallel
-matrix under tensor parallelism) is not adjacent and goes through a staging buffer.
+A bucket is one flat buffer that holds whole HF tensors of one type back to back, in export order. What a rank owns of
+it falls into messages: a run of elements that are adjacent in the buffer is received in place; what is not adjacent
+there (columns of a row-parallel matrix under tensor parallelism, every second row) goes through a staging buffer.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class BucketPlan:
     tensors: tuple[HfTensor, ...]
     messages: tuple[Message, ...]
     numel: int
+    dtype: str | None
+    """The type that its tensors are stored in whatever the model's is; None: the model's."""
 
     @property
     def names(self) -> str:
@@ -59,8 +61,9 @@ class BucketPlan:
 def plan_gather(spec: ModelSpec, layout: Layout, max_elements: int) -> tuple[BucketPlan, ...]:
     """Buckets of at most `max_elements` that cover every HF tensor exactly once.
 
-    The tensors of one Megatron parameter (q, k, v; gate and up of an expert) stay together: a parameter larger than
-    `max_elements` has a bucket of its own. Raises UserError if the layout does not fit the model.
+    The tensors of one Megatron parameter (q, k, v; gate and up of an expert) stay together, and so do the parameters of
+    one tensor (a stack of experts): what is larger than `max_elements` has a bucket of its own. Raises UserError if the
+    layout does not fit the model.
     """
     check_layout(spec, layout)
     return tuple(_plan_bucket(entries, spec, layout) for entries in _group(spec, max_elements))
@@ -69,44 +72,63 @@ def plan_gather(spec: ModelSpec, layout: Layout, max_elements: int) -> tuple[Buc
 def _group(spec: ModelSpec, max_elements: int) -> Iterator[list[Entry]]:
     bucket: list[Entry] = []
     filled = 0
-    for entry in parameter_map(spec).entries:
-        if entry.tied_copy:
-            continue
-        size = sum(tensor.numel for tensor in entry.hf)
-        if bucket and filled + size > max_elements:
+    for unit in _units(spec):
+        size = sum(entry.numel for entry in unit)
+        if bucket and (filled + size > max_elements or _dtype(unit) != _dtype(bucket)):
             yield bucket
             bucket, filled = [], 0
-        bucket.append(entry)
+        bucket += unit
         filled += size
     yield bucket
 
 
+def _units(spec: ModelSpec) -> Iterator[list[Entry]]:
+    """Entries that share HF tensors, together; the map has them one after the other."""
+    unit: list[Entry] = []
+    names: set[str] = set()
+    for entry in parameter_map(spec).entries:
+        if entry.tied_copy:
+            continue
+        own = {tensor.name for tensor in entry.hf}
+        if unit and names.isdisjoint(own):
+            yield unit
+            unit, names = [], set()
+        unit.append(entry)
+        names |= own
+    yield unit
+
+
+def _dtype(entries: Sequence[Entry]) -> str | None:
+    return entries[0].hf[0].dtype
+
+
 def _plan_bucket(entries: Sequence[Entry], spec: ModelSpec, layout: Layout) -> BucketPlan:
     tensors: list[HfTensor] = []
+    starts: dict[str, int] = {}
     runs: list[tuple[int, int, int, Piece]] = []
     staged: list[Message] = []
     end = 0
     for entry in entries:
-        starts: dict[str, int] = {}
         for tensor in entry.hf:
-            starts[tensor.name] = end
-            tensors.append(tensor)
-            end += tensor.numel
+            if tensor.name not in starts:
+                starts[tensor.name] = end
+                tensors.append(tensor)
+                end += tensor.numel
         _, chunk = stage_of(entry, spec, layout)
         owners = entry_owners(entry, spec, layout)
         for index, owner in enumerate(owners):
             shard = Shard(entry, index, len(owners), chunk)
-            columns = []
+            apart = []
             for block in shard.blocks:
                 piece = Piece(shard, block, starts[block.hf.name])
-                if block.size[1:] == block.hf.shape[1:]:
-                    start = piece.tensor_start + block.hf_start[0] * (block.hf.numel // block.hf.shape[0])
+                if block.hf_run is not None:
+                    start = piece.tensor_start + block.hf_run
                     runs.append((start, start + math.prod(block.size), owner, piece))
                 else:
-                    columns.append(piece)
-            if columns:
-                staged.append(Message(owner, tuple(columns), sum(math.prod(p.block.size) for p in columns), None))
-    return BucketPlan(tuple(tensors), (*_merge(runs), *staged), end)
+                    apart.append(piece)
+            if apart:
+                staged.append(Message(owner, tuple(apart), sum(math.prod(p.block.size) for p in apart), None))
+    return BucketPlan(tuple(tensors), (*_merge(runs), *staged), end, _dtype(entries))
 
 
 def _merge(runs: list[tuple[int, int, int, Piece]]) -> Iterator[Message]:

@@ -86,7 +86,7 @@ def test_bad_input(tmp_path: Path) -> None:
     (tmp_path / "full" / "note").write_text("mine")
     with pytest.raises(UserError, match="exists and is not an empty directory"):
         make_tiny_model(tmp_path / "full", "qwen3", 0)
-    with pytest.raises(UserError, match="unknown model family 'qwen4'; supported: qwen3, qwen3_moe"):
+    with pytest.raises(UserError, match=r"unknown model family 'qwen4'; supported: .*, qwen3, qwen3_moe"):
         make_tiny_model(tmp_path / "m", "qwen4", 0)
     with pytest.raises(UserError, match="no config field 'num_expert'; did you mean num_experts"):
         make_tiny_model(tmp_path / "m", "qwen3_moe", 0, num_expert=4)

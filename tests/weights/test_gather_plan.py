@@ -13,7 +13,7 @@ from moe_asyncrl.models.parameter_map import parameter_map
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.weights.gather import pack, place
 from moe_asyncrl.weights.gather_plan import plan_gather
-from tests.models.strategies import specs_and_layouts
+from tests.models.strategies import DENSE, MOE, specs_and_layouts
 from tests.models.test_shards import local_parameters, numbered
 
 
@@ -60,9 +60,12 @@ def test_buckets_are_bounded_and_keep_fused_tensors_together(case: tuple[ModelSp
 
 
 @settings(max_examples=40, deadline=None)
-@given(specs_and_layouts())
+@given(specs_and_layouts(families=tuple(f for f in (*DENSE, *MOE) if f != "gpt_oss")))
 def test_without_tensor_parallelism_everything_is_received_in_place(case: tuple[ModelSpec, Layout]) -> None:
-    """Adjacent elements of one owner make one message: the number of messages does not grow with that of tensors."""
+    """Adjacent elements of one owner make one message: the number of messages does not grow with that of tensors.
+
+    Not in gpt-oss, where every second row is another parameter's.
+    """
     spec, layout = case
     if layout.tp > 1 or layout.etp > 1:
         return

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from moe_asyncrl.data.errors import UserError
-from moe_asyncrl.models.families import qwen3, qwen3_moe
+from moe_asyncrl.models.families import deepseek_v3, glm4_moe, gpt_oss, llama, minimax_m2, mixtral, qwen3, qwen3_moe
 from moe_asyncrl.models.families.family import Family
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.architecture: family for family in (qwen3.FAMILY, qwen3_moe.FAMILY)}
+    {
+        module.FAMILY.architecture: module.FAMILY
+        for module in (qwen3, qwen3_moe, llama, mixtral, glm4_moe, deepseek_v3, gpt_oss, minimax_m2)
+    }
 )
 
 

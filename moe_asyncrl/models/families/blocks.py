@@ -7,17 +7,33 @@ norm that directly precedes a linear layer is a part of it and is named `….lay
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from moe_asyncrl.models.algebra import Copy, HfTensor, InterleaveGroups, Stack
 from moe_asyncrl.models.parameter_map import Entry, Place
 from moe_asyncrl.models.spec import ModelSpec
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class At:
+    """Where a layer stands: the prefixes of its names on both sides, and its place in the pipeline."""
+
+    mine: str
+    theirs: str
+    layer: int | None = None
+    place: Place = Place.LAYER
+
+
+def decoder_layer(layer: int) -> At:
+    """Layer `layer` of the decoder."""
+    return At(mine=f"decoder.layers.{layer}.", theirs=f"model.layers.{layer}.", layer=layer)
+
+
 def embedding(spec: ModelSpec) -> Iterator[Entry]:
     """Token embedding, sharded by vocabulary rows."""
     yield Entry(
         name="embedding.word_embeddings.weight",
-        op=Copy(_embedding_tensor(spec), pads_rows=True),
+        op=Copy(embedding_tensor(spec), pads_rows=True),
         shard_axis=0,
         place=Place.FIRST,
     )
@@ -30,7 +46,7 @@ def head(spec: ModelSpec) -> Iterator[Entry]:
         op=Copy(HfTensor("model.norm.weight", (spec.hidden_size,))),
         place=Place.LAST,
     )
-    tensor = _embedding_tensor(spec)
+    tensor = embedding_tensor(spec)
     if not spec.tie_embeddings:
         tensor = HfTensor("lm_head.weight", tensor.shape)
     yield Entry(
@@ -42,90 +58,110 @@ def head(spec: ModelSpec) -> Iterator[Entry]:
     )
 
 
-def attention(spec: ModelSpec, layer: int) -> Iterator[Entry]:
-    """Norm, fused query-key-value projection, optional per-head norms, output projection."""
-    mine, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+def attention(spec: ModelSpec, at: At) -> Iterator[Entry]:
+    """Grouped queries: norm, fused query-key-value projection, norms of queries and keys, output projection, sinks."""
     hidden = spec.hidden_size
     queries, keys = spec.num_attention_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     yield Entry(
-        name=mine + "input_layernorm.weight",
-        te_name=mine + "self_attention.linear_qkv.layer_norm_weight",
-        op=Copy(HfTensor(theirs + "input_layernorm.weight", (hidden,))),
-        layer=layer,
+        name=at.mine + "input_layernorm.weight",
+        te_name=at.mine + "self_attention.linear_qkv.layer_norm_weight",
+        op=Copy(HfTensor(at.theirs + "input_layernorm.weight", (hidden,))),
+        layer=at.layer,
+        place=at.place,
     )
-    for kind, columns in (("weight", (hidden,)), ("bias", ())) if spec.attention_bias else (("weight", (hidden,)),):
+    has_bias = spec.attention_bias or spec.linear_biases
+    for kind, columns in (("weight", (hidden,)), ("bias", ())) if has_bias else (("weight", (hidden,)),):
         q, k, v = (
-            HfTensor(f"{theirs}self_attn.{which}_proj.{kind}", (rows, *columns))
+            HfTensor(f"{at.theirs}self_attn.{which}_proj.{kind}", (rows, *columns))
             for which, rows in (("q", queries), ("k", keys), ("v", keys))
         )
         yield Entry(
-            name=f"{mine}self_attention.linear_qkv.{kind}",
+            name=f"{at.mine}self_attention.linear_qkv.{kind}",
             op=InterleaveGroups((q, k, v), spec.num_kv_heads),
             shard_axis=0,
-            layer=layer,
+            layer=at.layer,
+            place=at.place,
         )
     if spec.qk_norm:
-        for which in ("q", "k"):
+        for which, rows in (("q", queries), ("k", keys)):
             yield Entry(
-                name=f"{mine}self_attention.{which}_layernorm.weight",
-                op=Copy(HfTensor(f"{theirs}self_attn.{which}_norm.weight", (spec.head_dim,))),
-                layer=layer,
+                name=f"{at.mine}self_attention.{which}_layernorm.weight",
+                op=Copy(
+                    HfTensor(
+                        f"{at.theirs}self_attn.{which}_norm.weight",
+                        (rows if spec.qk_norm_over_heads else spec.head_dim,),
+                    )
+                ),
+                shard_axis=0 if spec.qk_norm_over_heads else None,
+                layer=at.layer,
+                place=at.place,
             )
+    yield from output_projection(spec, at, queries)
+    if spec.attention_sinks:
+        yield Entry(
+            name=at.mine + "self_attention.core_attention.softmax_offset",
+            op=Copy(HfTensor(at.theirs + "self_attn.sinks", (spec.num_attention_heads,))),
+            shard_axis=0,
+            layer=at.layer,
+            place=at.place,
+        )
+
+
+def output_projection(spec: ModelSpec, at: At, width: int) -> Iterator[Entry]:
+    """From `width` elements of all heads' outputs back to the hidden size."""
+    theirs = at.theirs + "self_attn.o_proj."
     yield Entry(
-        name=mine + "self_attention.linear_proj.weight",
-        op=Copy(HfTensor(theirs + "self_attn.o_proj.weight", (hidden, queries))),
+        name=at.mine + "self_attention.linear_proj.weight",
+        op=Copy(HfTensor(theirs + "weight", (spec.hidden_size, width))),
         shard_axis=1,
-        layer=layer,
+        layer=at.layer,
+        place=at.place,
+    )
+    if spec.linear_biases:
+        yield Entry(
+            name=at.mine + "self_attention.linear_proj.bias",
+            op=Copy(HfTensor(theirs + "bias", (spec.hidden_size,))),
+            layer=at.layer,
+            place=at.place,
+        )
+
+
+def pre_mlp_norm(spec: ModelSpec, at: At, *, dense: bool) -> Iterator[Entry]:
+    """The norm before the feed-forward: Transformer Engine has it inside that of a dense layer."""
+    yield Entry(
+        name=at.mine + "pre_mlp_layernorm.weight",
+        te_name=at.mine + "mlp.linear_fc1.layer_norm_weight" if dense else None,
+        op=Copy(HfTensor(at.theirs + "post_attention_layernorm.weight", (spec.hidden_size,))),
+        layer=at.layer,
+        place=at.place,
     )
 
 
-def dense_mlp(spec: ModelSpec, layer: int) -> Iterator[Entry]:
+def dense_mlp(spec: ModelSpec, at: At) -> Iterator[Entry]:
     """Norm and gated feed-forward of a dense layer."""
-    mine, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-    yield Entry(
-        name=mine + "pre_mlp_layernorm.weight",
-        te_name=mine + "mlp.linear_fc1.layer_norm_weight",
-        op=Copy(HfTensor(theirs + "post_attention_layernorm.weight", (spec.hidden_size,))),
-        layer=layer,
-    )
-    gate, up, down = _gated(theirs + "mlp.", spec.hidden_size, spec.intermediate_size)
-    yield Entry(name=mine + "mlp.linear_fc1.weight", op=Stack((gate, up)), shard_axis=0, layer=layer)
-    yield Entry(name=mine + "mlp.linear_fc2.weight", op=Copy(down), shard_axis=1, layer=layer)
+    yield from pre_mlp_norm(spec, at, dense=True)
+    yield from feed_forward(at, "mlp.", "mlp.", spec.hidden_size, spec.intermediate_size)
 
 
-def moe_mlp(spec: ModelSpec, layer: int) -> Iterator[Entry]:
-    """Norm, router and experts of a mixture-of-experts layer."""
-    mine, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-    yield Entry(
-        name=mine + "pre_mlp_layernorm.weight",
-        op=Copy(HfTensor(theirs + "post_attention_layernorm.weight", (spec.hidden_size,))),
-        layer=layer,
-    )
-    yield Entry(
-        name=mine + "mlp.router.weight",
-        op=Copy(HfTensor(theirs + "mlp.gate.weight", (spec.num_experts, spec.hidden_size))),
-        layer=layer,
-    )
-    for expert in range(spec.num_experts):
-        gate, up, down = _gated(f"{theirs}mlp.experts.{expert}.", spec.hidden_size, spec.moe_intermediate_size)
-        for which, op, axis in (("linear_fc1", Stack((gate, up)), 0), ("linear_fc2", Copy(down), 1)):
-            yield Entry(
-                name=f"{mine}mlp.experts.local_experts.{expert}.{which}.weight",
-                te_name=f"{mine}mlp.experts.{which}.weight{expert}",
-                op=op,
-                shard_axis=axis,
-                layer=layer,
-                expert=expert,
-            )
+def feed_forward(at: At, mine: str, theirs: str, hidden: int, width: int) -> Iterator[Entry]:
+    """A gated feed-forward of the dense grid, below the given prefixes."""
+    gate, up, down = gated(at.theirs + theirs, hidden, width)
+    for which, op, axis in (("linear_fc1", Stack((gate, up)), 0), ("linear_fc2", Copy(down), 1)):
+        yield Entry(name=f"{at.mine}{mine}{which}.weight", op=op, shard_axis=axis, layer=at.layer, place=at.place)
 
 
-def _embedding_tensor(spec: ModelSpec) -> HfTensor:
-    return HfTensor("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
-
-
-def _gated(prefix: str, hidden: int, width: int) -> tuple[HfTensor, HfTensor, HfTensor]:
+def gated(
+    prefix: str, hidden: int, width: int, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[HfTensor, HfTensor, HfTensor]:
+    """Gate, up and down matrices below a prefix."""
+    gate, up, down = names
     return (
-        HfTensor(prefix + "gate_proj.weight", (width, hidden)),
-        HfTensor(prefix + "up_proj.weight", (width, hidden)),
-        HfTensor(prefix + "down_proj.weight", (hidden, width)),
+        HfTensor(f"{prefix}{gate}.weight", (width, hidden)),
+        HfTensor(f"{prefix}{up}.weight", (width, hidden)),
+        HfTensor(f"{prefix}{down}.weight", (hidden, width)),
     )
+
+
+def embedding_tensor(spec: ModelSpec) -> HfTensor:
+    """The token embedding."""
+    return HfTensor("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))

@@ -23,3 +23,5 @@ class Family:
     """Parameters in export order: embedding, layers, final norm, output layer."""
     tiny_config: Mapping[str, Any]
     """An HF config of a few hundred thousand parameters, for tests and demonstrations."""
+    windows: bool = False
+    """The family has layers with sliding windows."""

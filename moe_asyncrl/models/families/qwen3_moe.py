@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_asyncrl.models.families import blocks
+from moe_asyncrl.models.families import blocks, common, moe_blocks
 from moe_asyncrl.models.families.family import Family
 from moe_asyncrl.models.families.qwen3 import FAMILY as QWEN3
 from moe_asyncrl.models.families.qwen3 import attention_fields
@@ -19,10 +19,6 @@ from moe_asyncrl.models.spec import ModelSpec
 def read_spec(fields: HfFields) -> ModelSpec:
     """The spec of a Qwen3-MoE config."""
     layers = fields.integer("num_hidden_layers")
-    experts = fields.integer("num_experts", "num_local_experts")
-    chosen = fields.integer("num_experts_per_tok")
-    if chosen > experts:
-        raise fields.fail(f"`num_experts_per_tok` {chosen} is more than the {experts} experts")
     step = fields.integer("decoder_sparse_step", default=1)
     dense = fields.integers("mlp_only_layers")
     outside = [layer for layer in dense if not 0 <= layer < layers]
@@ -37,10 +33,9 @@ def read_spec(fields: HfFields) -> ModelSpec:
         num_layers=layers,
         intermediate_size=fields.integer("intermediate_size"),
         moe_intermediate_size=fields.integer("moe_intermediate_size"),
-        num_experts=experts,
-        experts_per_token=chosen,
         moe_layers=moe_layers,
         norm_topk_prob=fields.boolean("norm_topk_prob", default=False),
+        **common.experts(fields, "num_experts", "num_local_experts"),
         **attention_fields(fields, default_head_dim=None),
     )
 
@@ -49,8 +44,9 @@ def entries(spec: ModelSpec) -> Iterator[Entry]:
     """Parameters in export order."""
     yield from blocks.embedding(spec)
     for layer, moe in enumerate(spec.moe_layers):
-        yield from blocks.attention(spec, layer)
-        yield from blocks.moe_mlp(spec, layer) if moe else blocks.dense_mlp(spec, layer)
+        at = blocks.decoder_layer(layer)
+        yield from blocks.attention(spec, at)
+        yield from moe_blocks.moe_mlp(spec, at) if moe else blocks.dense_mlp(spec, at)
     yield from blocks.head(spec)
 
 
