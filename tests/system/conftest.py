@@ -9,12 +9,19 @@ import pytest
 
 from tests.system.chain import Chain
 from tests.system.projects import make_model
+from tests.system.user_run import Done, user_run
 
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An HF directory that nobody changes."""
     return make_model(tmp_path_factory.mktemp("small") / "model")
+
+
+@pytest.fixture(scope="package")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """A user's whole run, watched while it ran."""
+    return user_run(tmp_path_factory.mktemp("user") / "mine")
 
 
 @pytest.fixture(scope="package", autouse=True)

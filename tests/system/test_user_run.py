@@ -6,51 +6,15 @@ The reward raises, hangs or returns NaN on some completions, so that this one ru
 from __future__ import annotations
 
 import collections
-from dataclasses import dataclass
-from pathlib import Path
 
-import pytest
 import torch
 import transformers
 import yaml
 
 from moe_asyncrl.config.load import load_recipe
 from moe_asyncrl.telemetry.jsonl import read_jsonl
-from tests.system.command import Command, Said, events, metrics, run_command, summary
-from tests.system.projects import make_project, sums, write_lines
-
-STEPS = 5
-
-
-@dataclass(frozen=True)
-class Done:
-    """A finished run."""
-
-    home: Path
-    """The user's folder."""
-    said: Said
-
-    @property
-    def folder(self) -> Path:
-        return self.home / "runs" / "latest"
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
-    """The run. Nothing that it started is left."""
-    home = make_project(
-        tmp_path_factory.mktemp("user") / "mine",
-        run={"steps": STEPS},
-        data={"eval": "held-out.jsonl"},
-        reward={"function": "rewards:by_metadata", "timeout_s": 1.0},
-        replay={"probe_every": 2},
-        algorithm={"kl_coef": 0.01},
-    )
-    write_lines(home / "held-out.jsonl", sums(12, first=100))
-    with Command(home, "run", "recipe.yaml") as command:
-        said = command.wait(270)
-        assert command.none_left()
-    return Done(home, said)
+from tests.system.command import events, metrics, run_command, summary
+from tests.system.user_run import STEPS, Done
 
 
 def test_it_ends_well_and_says_so(done: Done) -> None:

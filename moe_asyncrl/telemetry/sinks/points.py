@@ -16,7 +16,7 @@ AXES: dict[str, tuple[Group, str]] = {
     "probe": ("probe", "step"),
 }
 """Kind of record -> its group, and the field that says where on the axis it stands."""
-NOT_FIGURES = frozenset({"kind", "time", "step", "version", "of"})
+NOT_FIGURES = frozenset({"kind", "time", "step", "version", "of", "n", "newest_version"})
 
 
 @dataclass(frozen=True)
