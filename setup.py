@@ -90,6 +90,7 @@ setup(
             "import-linter>=2.1,<3",
             "mlflow-skinny>=3,<4",
             "mypy>=1.11,<3",
+            "playwright>=1.45,<2",
             "pytest>=8,<10",
             "pytest-timeout>=2.3,<3",
             "ruff>=0.6",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,15 +90,30 @@ def numbers(values: Values) -> list[float | int | None]:
 
 
 def axes(
-    x: str, y: str, *, log: bool = False, zero: bool = False, form: str | None = None, integer_x: bool = True
+    x: str,
+    y: str,
+    *,
+    log: Sequence[Trace] | None = None,
+    zero: bool = False,
+    form: str | None = None,
+    integer_x: bool = True,
 ) -> dict[str, Any]:
-    """Layout of a chart with two axes. `zero`: the y axis begins at 0."""
+    """Layout of a chart with two axes. `zero`: the y axis begins at 0. `log`: the lines of a logarithmic y axis."""
     vertical: dict[str, Any] = {"title": {"text": y}, "rangemode": "tozero" if zero else "normal"}
-    if log:
-        vertical |= {"type": "log", "exponentformat": "e", "showexponent": "all"}
+    if log is not None:
+        ticks = log_ticks([v for t in log for v in t["y"] if v])
+        vertical |= {"type": "log", "tickvals": ticks, "ticktext": [f"{v:.0e}" for v in ticks]}
     if form:
         vertical["tickformat"] = form
     return {"xaxis": {"title": {"text": x}, **({"tickformat": ",d"} if integer_x else {})}, "yaxis": vertical}
+
+
+def log_ticks(values: Sequence[float]) -> list[float]:
+    """1, 2 and 5 times the powers of ten around the values; powers alone over more than three of them."""
+    if not values or min(values) <= 0:
+        return []
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    return [float(f"{m}e{e}") for e in range(low, high + 1) for m in ((1, 2, 5) if high - low <= 3 else (1,))]
 
 
 def heatmap(

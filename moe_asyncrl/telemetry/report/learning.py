@@ -101,7 +101,7 @@ def off_policy(run: RunData) -> Section:
             "Measured on tokens of the trainer's own version, so only numbers and routing differ. "
             "Replaying the sampler's experts should keep it low.",
             (*replay, *live),
-            axes("step", "KL, nats a token", log=True),
+            axes("step", "KL, nats a token", log=(*replay, *live)),
             missing="No probe was made: replay.probe_every is 0, or the run ended before the first one.",
         ),
         Chart(

@@ -1,0 +1,1 @@
+"""One headless Chromium for all tests that look at a page."""
