@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -163,3 +164,22 @@ def test_the_state_file_reads_back(tmp_path: Path) -> None:
         folder.state_json.write_bytes(bad)
         assert read_state(folder) is None
     assert LiveState(time=0.0, phase="running").engines == ()
+
+
+def test_a_huge_run_costs_no_more_than_the_ends_of_its_files(tmp_path: Path) -> None:
+    """Files of 8 GiB each (holes, but for their last lines): more than could be read, and more than fits in memory."""
+    folder = make_run(tmp_path, [])
+    for path in (folder.metrics_path, folder.events_path):
+        with path.open("wb") as f:
+            f.truncate(8 * 2**30)
+            f.seek(0, 2)
+            f.write(b"\n")
+    for n in range(1, 50):
+        folder.metrics.append(step(n))
+        folder.events.append(event("update", 50 - n, version=n, engines=["engine-0"]))
+    tracemalloc.start()
+    view = RunLook(folder, 120).look(NOW)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert view.step["step"] == 49 and view.engines[0].version == 49
+    assert peak < 32 * 2**20
