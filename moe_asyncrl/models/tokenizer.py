@@ -5,6 +5,7 @@ Sampling and supervised learning both use it, so that a model is trained on the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,26 @@ from moe_asyncrl.data.prompts import Prompt
 from moe_asyncrl.models.spec import ModelSpec
 
 Chat = Literal["auto", "never"]
+
+
+GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes that read `tokenizer.json` and add nothing to it."""
+
+
+def _loader(directory: Path) -> Any:
+    """transformers' class that loads the tokenizer of a directory.
+
+    That is `AutoTokenizer`. Where the tokenizer's own configuration names the generic class, `AutoTokenizer` takes it,
+    after five seconds in which it imports the code of models; then we take it at once.
+    """
+    import transformers
+
+    try:
+        config = json.loads((directory / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        config = {}
+    generic = isinstance(config, dict) and config.get("tokenizer_class") in GENERIC and "auto_map" not in config
+    return transformers.PreTrainedTokenizerFast if generic else transformers.AutoTokenizer
 
 
 class Tokenizer:
@@ -37,10 +58,8 @@ class Tokenizer:
         spec = ModelSpec.from_hf(directory) if spec is None else spec
         if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             raise UserError(f"{directory}: no tokenizer there (tokenizer.json, tokenizer.model or vocab.json)")
-        from transformers import AutoTokenizer
-
         try:
-            inner = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+            inner = _loader(directory).from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         except Exception as e:  # transformers and tokenizers raise all kinds, bare ones included
             raise UserError(f"{directory}: the tokenizer cannot be loaded: {first_line(e)}") from e
         eos = spec.eos_token_ids or (() if inner.eos_token_id is None else (int(inner.eos_token_id),))
