@@ -3,10 +3,11 @@
 It runs in the reward's own processes, which `reward.timeout_s` ends: math-verify's timeouts are signals, work on a main
 thread only, and are off here. Loaded by name there; nothing else imports this module, as sympy takes seconds.
 
-**What is compared.** math-verify extracts an answer from the completion: what stands in the last `\\boxed{}`
-(boxes side by side are a set), else LaTeX between dollars, else the last expression or number. A completion without any is wrong (0.0). The reference may be
-LaTeX with or without delimiters (`\\frac{3}{4}`, `$x^2$`), a number, or a worked solution that ends in `\\boxed{…}` or,
-as in GSM8K, in `#### 72`. A reference in which nothing can be read fails the score: it is never a reward of 0.
+**What is compared.** math-verify extracts an answer from the completion: what stands in the last `\\boxed{}` (boxes
+within a few words of each other are a set), else LaTeX between dollars, else the last expression or number. A
+completion without any is wrong (0.0). The reference may be LaTeX with or without delimiters (`\\frac{3}{4}`, `$x^2$`),
+a number, or a worked solution that ends in `\\boxed{…}` or, as in GSM8K, in `#### 72`. A reference in which nothing can
+be read fails the score: it is never a reward of 0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The browser: started once, without network, and closed at the end."""
+"""The browser: started once a file, without network."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ HEIGHT = {1280: 800, 390: 844}
 Open = Callable[..., AbstractContextManager[Page]]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Headless Chromium."""
+    """Headless Chromium, closed after each file: playwright keeps an event loop running in this thread meanwhile."""
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
         yield running
         running.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def open_page(browser: Browser) -> Open:
     """Opens a file as `open_page(path, width=390, scheme="dark")`; fails for a script error, or a want of network."""
 

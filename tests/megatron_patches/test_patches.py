@@ -27,7 +27,7 @@ def outcomes() -> dict[str, dict[str, str]]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=540,
     )
     assert run.returncode == 0, run.stderr[-2000:]
     return json.loads(run.stdout)

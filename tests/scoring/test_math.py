@@ -27,8 +27,8 @@ TABLE = [
     ("\\boxed{(-\\infty, 3]}", "\\left(-\\infty, 3\\right]", 1.0),
     ("\\boxed{50\\%}", "0.5", 1.0),
     ("\\boxed{B}", "\\text{(B)}", 1.0),
-    ("At first I thought that it was \\boxed{1}. But that is wrong, so now I say: \\boxed{2}", "2", 1.0),
-    ("\\boxed{1} and \\boxed{2}", "\\{1,2\\}", 1.0),  # side by side they are a set
+    ("It is \\boxed{1}. " + "No, that counts the one in the middle twice. " * 4 + "\\boxed{2}", "2", 1.0),
+    ("\\boxed{1} and \\boxed{2}", "\\{1,2\\}", 1.0),  # close together they are a set
     ("\\boxed{1} and \\boxed{2}", "2", 0.0),
     ("\\boxed{73}", "72", 0.0),
     ("\\boxed{\\frac{4}{3}}", "\\frac{3}{4}", 0.0),

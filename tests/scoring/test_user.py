@@ -227,13 +227,13 @@ def test_cancelled_scoring_does_not_mix_answers(folder: pathlib.Path) -> None:
 def test_no_worker_outlives_a_parent_that_is_killed(folder: pathlib.Path) -> None:
     """A fresh process, because it is killed while its worker hangs."""
     code = textwrap.dedent("""
-        import asyncio, sys
+        import asyncio, psutil, sys
         from moe_asyncrl.config.recipe import Reward
         from moe_asyncrl.scoring.scorer import Scorer
         from moe_asyncrl.scoring.score import ScoreJob
         async def main():
             scorer = await Scorer.start(Reward(function="own_rewards:by_name", timeout_s=600), search=[sys.argv[1]])
-            print(scorer._pool._all[0]._process.pid, flush=True)
+            print(psutil.Process().children()[0].pid, flush=True)
             await scorer.score([ScoreJob("", "hang", None, {})])
         asyncio.run(main())
     """)

@@ -13,7 +13,8 @@ def resumed_rightly(stage: Stage) -> None:
     start = stage.before["step"]
     assert stage.steps == tuple(range(start + 1, start + 1 + len(stage.steps)))
     printed = [line.split()[1] for line in stage.said.out.splitlines() if line.startswith("step")]
-    assert printed[:2] == [f"{step}/{stage.of}" for step in (start + 1, start + 2)]
+    # Whoever is killed right after its second step may not have printed it.
+    assert printed and printed[:2] == [f"{step}/{stage.of}" for step in (start + 1, start + 2)][: len(printed)]
     cursor = stage.before["cursor"]
     assert min(stage.served) == cursor["watermark"]
     assert not set(stage.served) & {*range(cursor["watermark"]), *cursor["done"]}
