@@ -118,7 +118,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("what", choices=("show", "schema"))
     p.add_argument("recipe", nargs="?", help="YAML file (for `show`)")
     p.add_argument("overrides", nargs="*", metavar="section.field=value")
-    p.add_argument("--json", action="store_true", help="JSON Schema instead of text (for `schema`)")
+    form = p.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="JSON Schema instead of text (for `schema`)")
+    form.add_argument("--markdown", action="store_true", help="the document docs/recipe.md (for `schema`)")
     return top
 
 
@@ -303,9 +305,10 @@ def _config(args: argparse.Namespace) -> int:
     if args.what == "schema":
         import json
 
-        from moe_asyncrl.config.schema import json_schema, reference
+        from moe_asyncrl.config.schema import json_schema, markdown, reference
 
-        print(json.dumps(json_schema(), indent=2) if args.json else reference(), end="\n" if args.json else "")
+        text = json.dumps(json_schema(), indent=2) + "\n" if args.json else markdown() if args.markdown else reference()
+        print(text, end="")
         return 0
     from moe_asyncrl.config.load import dump_recipe, load_recipe
 
