@@ -129,7 +129,8 @@ def _type(prop: dict[str, Any]) -> str:
     if "$ref" in prop:
         return str(prop["$ref"]).rpartition("/")[2].lower()
     if prop.get("type") == "array":
-        return f"list of {_type(prop['items'])}s"
+        item = _type(prop["items"])
+        return f"list of {item}" if " " in item else f"list of {item}s"
     bounds = [
         f"{sign} {_number(prop[key])}"
         for key, sign in (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="), ("exclusiveMaximum", "<"))
