@@ -1,11 +1,11 @@
-"""Core attention for any device: grouped queries, multi-latent shapes, packed sequences, context parallelism.
+"""Core attention for any device: grouped queries, multi-latent shapes, windows, sinks, packing, context parallelism.
 
 Takes the place of Megatron-Core's `DotProductAttention`, which knows neither packed sequences nor context parallelism.
 Built on `torch.nn.functional.scaled_dot_product_attention`.
 
 Packed sequences are short and many, so they are attended to in padded batches of similar lengths
 (`moe_asyncrl.train.packed_batches`). Padding stands at the end of a sequence, where causality already hides it from
-every real token: the result is that of one call a sequence, and no mask is built without context parallelism.
+every real token: the result is that of one call a sequence, and only windows and context parallelism build a mask.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from moe_asyncrl.train.packed_batches import PackedBatches, zigzag
 
@@ -40,6 +42,16 @@ class PortableAttention(MegatronModule):
         self.cp_group = groups.cp
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            # Megatron-Core's name for each head's sink.
+            heads = config.num_attention_heads // groups.tp.size()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        elif config.softmax_type != "vanilla":
+            raise ValueError(f"softmax_type {config.softmax_type} is not supported")
 
     def forward(
         self,
@@ -71,6 +83,11 @@ class PortableAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[batch, heads, length, d] each; causal unless `allowed` (bool [queries, keys]) is given."""
+        if self.window is not None and allowed is None:
+            at = torch.arange(query.shape[2], device=query.device)
+            allowed = self._visible(at[:, None], at[None])
+        if self.softmax_offset is not None:
+            return attend_with_sinks(query, key, value, self.softmax_offset, self._scale(query), allowed)
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -82,10 +99,21 @@ class PortableAttention(MegatronModule):
             enable_gqa=key.shape[1] != query.shape[1],
         )
 
+    def _scale(self, query: torch.Tensor) -> float:
+        return query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+
+    def _visible(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
+        """Which keys a query sees: none after it, and of those before it only the window."""
+        visible = key_positions <= query_positions
+        return visible if self.window is None else visible & (query_positions - key_positions < self.window)
+
     def _unpacked(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, forbidden: torch.Tensor | None
     ) -> torch.Tensor:
-        allowed = None if forbidden is None else ~forbidden
+        allowed = None
+        if forbidden is not None:
+            at = torch.arange(query.shape[0], device=query.device)
+            allowed = ~forbidden if self.window is None else ~forbidden & self._visible(at[:, None], at[None])
         size, rank = self.cp_group.size(), self.cp_group.rank()
         if size > 1:
             length = query.shape[0]
@@ -93,7 +121,7 @@ class PortableAttention(MegatronModule):
             own = zigzag(column, length, rank, size)
             everyone = torch.cat([zigzag(column, length, other, size) for other in range(size)])
             key, value = gather_sequence(key, self.cp_group), gather_sequence(value, self.cp_group)
-            allowed = everyone[None] <= own[:, None]
+            allowed = self._visible(own[:, None], everyone[None])
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         return self._attend(query, key, value, allowed).permute(2, 0, 1, 3).flatten(2)
 
@@ -113,9 +141,38 @@ class PortableAttention(MegatronModule):
             q, k, v = (x.view(batch.rows, -1, *x.shape[1:]).transpose(1, 2) for x in flat)
             allowed = None
             if batch.query_positions is not None and batch.key_positions is not None:
-                allowed = batch.key_positions[:, None, None, :] <= batch.query_positions[:, None, :, None]
+                allowed = self._visible(batch.query_positions[:, None, :, None], batch.key_positions[:, None, None, :])
             parts.append(self._attend(q, k, v, allowed).transpose(1, 2).flatten(0, 1))
         return torch.cat(parts).index_select(0, plan.order)
+
+
+def attend_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor,
+    scale: float,
+    allowed: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention whose softmax has one more logit a head, `sinks` [heads], that adds nothing to the output.
+
+    The sink is a key of its own in front of the others, with value 0: one more element of each head, 1 in that key, 0
+    in all others and sink / scale in the query, gives its logit. Causality then needs one more query in front, too.
+    """
+    batch, heads, length, _ = query.shape
+    extra = (sinks.to(query.dtype) / scale).view(1, heads, 1, 1).expand(batch, heads, length, 1)
+    query = torch.cat([query, extra], -1)
+    key = F.pad(F.pad(key, (0, 1)), (0, 0, 1, 0))
+    mark = torch.zeros_like(key)
+    mark[:, :, 0, -1] = 1
+    key, value = key + mark, F.pad(value, (0, 0, 1, 0))
+    grouped = key.shape[1] != heads
+    if allowed is not None:
+        seen = F.pad(allowed, (1, 0), value=True)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale, enable_gqa=grouped)
+    query = F.pad(query, (0, 0, 1, 0))
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    return out[:, :, 1:]
 
 
 class _GatherSequence(torch.autograd.Function):

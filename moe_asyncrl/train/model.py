@@ -11,6 +11,7 @@ from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.models.trainable import check_builds
 from moe_asyncrl.train.specs import config_fields
+from moe_asyncrl.train.specs.positions import position_arguments, yarn_attributes
 
 Recompute = Literal["full", "selective"]
 
@@ -34,7 +35,7 @@ def transformer_config(
     Raises:
         UserError: the model does not fit the layout.
     """
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     check_builds(spec, layout)
     choices = choose(capabilities)
@@ -76,14 +77,24 @@ def transformer_config(
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute == "selective":
         fields |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    return TransformerConfig(**(fields | overrides))
+    config = (TransformerConfig if spec.mla is None else MLATransformerConfig)(**(fields | overrides))
+    for name, value in yarn_attributes(spec).items():
+        setattr(config, name, value)
+    return config
 
 
-def pipeline_fields(layout: Layout) -> dict[str, bool]:
-    """How stages talk. Interleaved stages over gloo are silently wrong with batched sends, so they go one by one."""
-    if layout.vpp is None:
-        return {}
-    return {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+def pipeline_fields(layout: Layout) -> dict[str, Any]:
+    """Which layers a stage has, and how stages talk.
+
+    Interleaved stages over gloo are silently wrong with batched sends, so they go one by one.
+    """
+    fields: dict[str, Any] = {}
+    if layout.stage_layers is not None and layout.pp > 1:
+        stages = [["decoder"] * count for count in layout.stage_layers]
+        fields["pipeline_model_parallel_layout"] = [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
+    if layout.vpp is not None:
+        fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    return fields
 
 
 def build_model(
@@ -121,16 +132,17 @@ def build_model(
         whole_rank = stage is None
         chunk = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(config, capabilities, vp_stage=stage),
+            transformer_layer_spec=block_spec(
+                config, capabilities, vp_stage=stage, norms_over_heads=spec.qk_norm_over_heads
+            ),
             vocab_size=spec.padded_vocab_size(layout.tp),
             max_sequence_length=spec.max_position_embeddings,
             pre_process=state.is_pipeline_first_stage(ignore_virtual=whole_rank, vp_stage=stage),
             post_process=state.is_pipeline_last_stage(ignore_virtual=whole_rank, vp_stage=stage),
             parallel_output=True,
             share_embeddings_and_output_weights=spec.tie_embeddings,
-            position_embedding_type="rope",
-            rotary_base=spec.rope_theta,
             vp_stage=stage,
+            **position_arguments(spec),
         )
         mask_padding_logits(chunk, spec, layout)
         chunks.append(chunk)

@@ -32,9 +32,10 @@ class Reference:
 
     def __init__(self, model: ModelOnRank) -> None:
         pinned = model.device.type == "cuda"
-        self._pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for chunk in model.chunks:
-            for parameter in chunk.parameters():
+            biases = (buffer for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias"))
+            for parameter in (*chunk.parameters(), *biases):
                 host = torch.empty_like(parameter, device="cpu", pin_memory=pinned, requires_grad=False)
                 self._pairs.append((parameter, host.copy_(parameter.data)))
 

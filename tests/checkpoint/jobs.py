@@ -16,6 +16,7 @@ from moe_asyncrl.checkpoint.hf_load import load_hf
 from moe_asyncrl.checkpoint.megatron_names import global_parameters
 from moe_asyncrl.checkpoint.safetensors_writer import SafetensorsWriter
 from moe_asyncrl.data.errors import DeadlineExceeded, UserError
+from moe_asyncrl.models.features import Mtp
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.train.model import build_model
@@ -34,9 +35,11 @@ def tokens_for(spec: ModelSpec) -> torch.Tensor:
     return torch.randint(0, spec.vocab_size, (1, sum(LENGTHS)), generator=generator)
 
 
-def convert(layout: Layout, hf_dir: str, out_dir: str | None = None, spec_dir: str | None = None) -> Any:
+def convert(
+    layout: Layout, hf_dir: str, out_dir: str | None = None, spec_dir: str | None = None, mtp: Mtp = "unsaid"
+) -> Any:
     """Load, compute the logits [tokens, vocabulary] (on the ranks of the last stage), export if `out_dir` is given."""
-    spec = ModelSpec.from_hf(spec_dir or hf_dir)
+    spec = ModelSpec.from_hf(spec_dir or hf_dir).with_mtp(mtp)
     chunks = build_model(spec, layout, CPU)
     load_hf(chunks, spec, layout, hf_dir)
     found = logits(chunks, spec, layout)

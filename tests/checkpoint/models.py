@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.models.tiny import make_tiny_model
+from moe_asyncrl.models.tiny_tokenizer import Alphabet
+from tests.checkpoint.families import FAMILY_MODELS
 from tests.checkpoint.jobs import LENGTHS, tokens_for
 
 AWKWARD: dict[str, Any] = {
@@ -31,13 +33,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe4": ("qwen3_moe", {**MOE, "num_hidden_layers": 4, "mlp_only_layers": [2], "norm_topk_prob": True}),
     "moe4tied": ("qwen3_moe", {**MOE, "num_hidden_layers": 4, "tie_embeddings": True, "norm_topk_prob": False}),
     "tied": ("qwen3", {**AWKWARD, "num_hidden_layers": 4, "tie_embeddings": True}),
+    **FAMILY_MODELS,
 }
 
 
-def make(root: Path, name: str) -> Path:
+def make(root: Path, name: str, dtype: str = "float32") -> Path:
     """Write model `name` of MODELS below `root`, with weights that tell errors."""
     family, fields = MODELS[name]
-    make_tiny_model(root / name, family, 5, init_std=None, **fields)
+    alphabet: Alphabet = "ascii" if name in FAMILY_MODELS else "bytes"
+    make_tiny_model(root / name, family, 5, init_std=None, dtype=dtype, alphabet=alphabet, **fields)
     return root / name
 
 

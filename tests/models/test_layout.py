@@ -79,7 +79,10 @@ def test_coordinates_are_megatrons(layout: Layout, pool: WorkerPool) -> None:
     assert found == [asdict(layout.coordinates(rank)) for rank in range(layout.world_size)]
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=2, vpp=2), Layout(pp=4)], ids=str)
+UNEVEN = [Layout(pp=2, stage_layers=(3, 5)), Layout(pp=2, vpp=2, stage_layers=(1, 3, 2, 2))]
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=2, vpp=2), Layout(pp=4), *UNEVEN], ids=str)
 def test_layers_are_megatrons(layout: Layout, pool: WorkerPool) -> None:
     found = pool.run("tests.train.layout_jobs:own_layers", layout=layout, num_layers=8)
     for rank, chunks in enumerate(found):
@@ -96,6 +99,8 @@ def test_layers_are_megatrons(layout: Layout, pool: WorkerPool) -> None:
         ({"ep": 2}, "cannot hold"),
         ({"tp": 2, "dp": 2, "ep": 2, "etp": 4}, "cannot hold"),
         ({"tp": 2, "etp": 1}, "must then equal tp 2"),
+        ({"pp": 2, "stage_layers": (5,)}, "it needs 2 numbers"),
+        ({"pp": 2, "stage_layers": (5, 0)}, "each at least 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_one_clear_error(sizes: dict[str, Any], message: str) -> None:

@@ -7,13 +7,19 @@ from typing import Any
 
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.spec import ModelSpec
-from moe_asyncrl.train.specs import qwen3, qwen3_moe
+from moe_asyncrl.train.specs import deepseek_v3, glm4_moe, gpt_oss, llama, minimax_m2, mixtral, qwen3, qwen3_moe
 
 ConfigFields = dict[str, Any]
 
 FAMILIES: dict[str, Callable[[ModelSpec], ConfigFields]] = {
     "qwen3": qwen3.config_fields,
     "qwen3_moe": qwen3_moe.config_fields,
+    "llama": llama.config_fields,
+    "mixtral": mixtral.config_fields,
+    "glm4_moe": glm4_moe.config_fields,
+    "deepseek_v3": deepseek_v3.config_fields,
+    "gpt_oss": gpt_oss.config_fields,
+    "minimax_m2": minimax_m2.config_fields,
 }
 
 

@@ -7,10 +7,13 @@ from typing import Any
 from moe_asyncrl.config.capability import Capabilities, attention_implementation, layer_implementation
 
 
-def block_spec(config: Any, capabilities: Capabilities, *, vp_stage: int | None = None) -> Any:
+def block_spec(
+    config: Any, capabilities: Capabilities, *, vp_stage: int | None = None, norms_over_heads: bool = False
+) -> Any:
     """`TransformerBlockSubmodules` for this pipeline rank's chunk `vp_stage`.
 
-    With the local layers, core attention is `PortableAttention`; Transformer Engine brings its own.
+    With the local layers, core attention is `PortableAttention`; Transformer Engine brings its own. With
+    `norms_over_heads`, queries and keys are normalised over all heads together.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -25,4 +28,13 @@ def block_spec(config: Any, capabilities: Capabilities, *, vp_stage: int | None 
 
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = PortableAttention
+    if norms_over_heads:
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        from moe_asyncrl.train.norm_over_heads import NormOverHeads
+
+        for layer in spec.layer_specs:
+            attention = layer.submodules.self_attention.submodules
+            attention.q_layernorm = ModuleSpec(module=NormOverHeads, params={"of": "query"})
+            attention.k_layernorm = ModuleSpec(module=NormOverHeads, params={"of": "key"})
     return spec

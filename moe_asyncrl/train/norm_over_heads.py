@@ -1,0 +1,36 @@
+"""RMSNorm of queries or keys over all heads together, each tensor-parallel rank with its own heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch.distributed.nn.functional import all_reduce
+
+
+class NormOverHeads(torch.nn.Module):
+    """y = w * x / sqrt(mean(x²) + eps), the mean over all heads of all tensor-parallel ranks (MiniMax-M2).
+
+    Stands where Megatron-Core puts a norm over one head. The weight is sharded with the heads.
+    """
+
+    def __init__(self, hidden_size: int, config: Any, eps: float, *, of: str) -> None:
+        """`of`: `query` or `key`; `hidden_size`: elements of one head."""
+        super().__init__()
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        heads = config.num_attention_heads if of == "query" else config.num_query_groups
+        self.width, self.eps = heads * hidden_size, eps
+        self.weight = torch.nn.Parameter(torch.ones(self.width // self.group.size(), dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., heads of this rank, head size] to the same."""
+        exact = x.float()
+        squares = exact.square().sum((-2, -1), keepdim=True)
+        if self.group.size() > 1:
+            # Differentiable: each rank's output depends on all ranks' squares.
+            squares = all_reduce(squares, group=self.group)  # type: ignore[no-untyped-call]
+        scaled = (exact * torch.rsqrt(squares / self.width + self.eps)).to(x.dtype)
+        return self.weight.view(x.shape[-2:]) * scaled
