@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from megatron_patches import (
     checkpoint_writer,
     cuda_calls,
+    expert_bias_gradient,
+    expert_output_bias,
     jit_fuser,
     mla_down_projections,
     mla_layer_check,
@@ -47,6 +49,8 @@ PATCHES: tuple[Patch, ...] = (
     mla_layer_check.PATCH,
     mla_down_projections.PATCH,
     packed_rope.PATCH,
+    expert_output_bias.PATCH,
+    expert_bias_gradient.PATCH,
 )
 
 

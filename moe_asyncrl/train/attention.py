@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from moe_asyncrl.train.norm_over_heads import sharded_along_heads
 from moe_asyncrl.train.packed_batches import PackedBatches, zigzag
 
 
@@ -98,6 +99,12 @@ class PortableAttention(MegatronModule):
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=key.shape[1] != query.shape[1],
         )
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """For Megatron-Core's checkpoints: the sinks are one tensor over the tensor-parallel ranks."""
+        return sharded_along_heads(self, "softmax_offset", prefix, sharded_offsets, metadata)
 
     def _scale(self, query: torch.Tensor) -> float:
         return query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale

@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch.distributed.nn.functional import all_reduce
 
 
@@ -34,3 +38,27 @@ class NormOverHeads(torch.nn.Module):
             squares = all_reduce(squares, group=self.group)  # type: ignore[no-untyped-call]
         scaled = (exact * torch.rsqrt(squares / self.width + self.eps)).to(x.dtype)
         return self.weight.view(x.shape[-2:]) * scaled
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """For Megatron-Core's checkpoints: the weight is one tensor over the tensor-parallel ranks."""
+        return sharded_along_heads(self, "weight", prefix, sharded_offsets, metadata)
+
+
+def sharded_along_heads(
+    module: torch.nn.Module,
+    name: str,
+    prefix: str,
+    sharded_offsets: tuple[Any, ...],
+    metadata: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """The sharded state of a module whose one parameter `name` is cut along axis 0, head by head."""
+    return make_sharded_tensors_for_checkpoint(
+        module.state_dict(keep_vars=True),
+        prefix,
+        {name: 0},
+        sharded_offsets,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+    )

@@ -240,6 +240,35 @@ def packed_positions_start_anew() -> None:
     assert torch.equal(packed, torch.cat(apart))
 
 
+def biased_experts(layout: Layout) -> Any:
+    """A gpt-oss of two layers."""
+    from moe_asyncrl.train.model import build_model
+
+    biased = {"family": "gpt_oss", "qk_norm": False, "attention_bias": True, "linear_biases": True}
+    windows = {"attention_sinks": True, "sliding_window": 4, "windowed_layers": (True, False)}
+    spec = tiny_spec(num_layers=2, moe_layers=(True, True), **biased, **windows)
+    return build_model(spec, layout, CPU)[0]
+
+
+def biased_experts_learn() -> None:
+    alone()
+    chunk = biased_experts(ALONE)
+    tokens = torch.arange(8)[None]
+    chunk(tokens, tokens, None, labels=tokens).sum().backward()
+    assert all(p.grad is not None for name, p in chunk.named_parameters() if "linear_fc2.bias" in name)
+
+
+def expert_biases_are_not_shared() -> None:
+    """What is marked as seen in part is summed over tensor-parallel ranks."""
+
+    def marked() -> None:
+        biases = {n: p for n, p in biased_experts(Layout(tp=2, ep=2)).named_parameters() if n.endswith("fc2.bias")}
+        assert biases
+        assert not any(p.sequence_parallel for p in biases.values())
+
+    on_ranks(Layout(tp=2, ep=2), marked)
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "unusable_transformer_engine": broken_transformer_engine,
     "unusable_apex": foreign_apex,
@@ -256,4 +285,6 @@ CHECKS: dict[str, Callable[[], None]] = {
     "mla_layer_check": latent_attention_runs,
     "mla_down_projections": latent_attention_gradients,
     "packed_rope": packed_positions_start_anew,
+    "expert_output_bias": biased_experts_learn,
+    "expert_bias_gradient": expert_biases_are_not_shared,
 }

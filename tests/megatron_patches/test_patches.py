@@ -54,6 +54,8 @@ FAULTS = {
     "mla_layer_check": "isinstance",
     "mla_down_projections": "gradients deviate by",
     "packed_rope": "AssertionError",
+    "expert_output_bias": "is a view and is being modified inplace",
+    "expert_bias_gradient": "AssertionError",
 }
 
 
@@ -80,6 +82,8 @@ def test_a_gpu_without_transformer_engine_gets_only_the_device_independent_patch
         "mla_layer_check",
         "mla_down_projections",
         "packed_rope",
+        "expert_output_bias",
+        "expert_bias_gradient",
     }
 
 
