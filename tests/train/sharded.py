@@ -79,7 +79,7 @@ def fill(chunks: list[Any], *, vocab_size: int, swap_experts: bool = False, tran
                     expert_axis = whole.dim() - 3
                     order = torch.arange(whole.shape[expert_axis])
                     whole = whole.index_select(expert_axis, torch.cat([order[:2].flip(0), order[2:]]))
-                if transpose_projection and "linear_proj" in part.name:
+                if transpose_projection and "linear_proj.weight" in part.name:
                     whole = whole.mT
                 part.value.copy_(whole[part.where])
 
