@@ -34,7 +34,7 @@ if [ -n "$torch_index" ]; then
     echo "setup: $torch_pin from the index that TORCH_INDEX names"
     install --no-deps --index-url "$torch_index" "$torch_pin"
 fi
-echo "setup: the locked packages (1.6 GB; a few minutes the first time)"
+echo "setup: the locked packages (2.2 GB; a few minutes the first time)"
 install -r requirements/cpu.txt -r requirements/dev.txt
 install --no-deps -r requirements/cpu-nodeps.txt
 # pip compiles every file of every package, most of them never imported. Compile what is used, on two cores.
