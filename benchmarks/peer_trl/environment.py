@@ -34,7 +34,7 @@ def torch_pin(lock: str) -> str:
 
 
 def ensure_environment(*, folder: Path = FOLDER, lock: Path = LOCK, torch_index: str = "") -> Path:
-    """The interpreter of the peer's environment, which is made first if it is missing or from another lock.
+    """The interpreter of the peer's environment, which is made first if missing, unfinished, or from another lock.
 
     `torch_index` is where torch is taken from; pip's own index if empty.
     Raises `UserError`, in one line, if it cannot be made.
@@ -47,24 +47,24 @@ def ensure_environment(*, folder: Path = FOLDER, lock: Path = LOCK, torch_index:
     if python.exists() and stamp.exists() and stamp.read_text() == fingerprint(wanted):
         return python
     print(f"making {folder.name} for the peer (1.2 GB; a minute or more)", file=sys.stderr, flush=True)
-    _run([sys.executable, "-m", "venv", "--clear", str(folder)], "making it")
+    _run(folder, [sys.executable, "-m", "venv", "--clear", str(folder)], "making it")
     pip = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check", "--no-input"]
     if torch_index:
-        _run([*pip, "--no-deps", "--index-url", torch_index, torch_pin(wanted)], "installing torch")
-    _run([*pip, "-r", str(lock)], f"installing {lock.name}")
+        _run(folder, [*pip, "--no-deps", "--index-url", torch_index, torch_pin(wanted)], "installing torch")
+    _run(folder, [*pip, "-r", str(lock)], f"installing {lock.name}")
     stamp.write_text(fingerprint(wanted))
     return python
 
 
-def _run(command: list[str], what: str) -> None:
+def _run(folder: Path, command: list[str], what: str) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"the peer's environment {FOLDER.name}: {what}: {error}") from None
+        raise UserError(f"the peer's environment {folder.name}: {what}: {error}") from None
     if done.returncode:
         lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR")] or lines or ["no message"]
-        raise UserError(f"the peer's environment {FOLDER.name}: {what} failed: {errors[-1].strip()}")
+        raise UserError(f"the peer's environment {folder.name}: {what} failed: {errors[-1].strip()}")
 
 
 def main() -> int:

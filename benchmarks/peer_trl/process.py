@@ -92,6 +92,8 @@ class Peer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None and self._process is not None:
+            self._process.kill()
         self.close()
 
     def train(self, steps: int, *, cap: int | None = None) -> tuple[Measured, dict[str, Any]]:
@@ -146,4 +148,4 @@ class Peer:
     def _died(self) -> UserError:
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         last = lines[-1].strip()[:300] if lines else "it said nothing"
-        return UserError(f"the peer ended by itself: {last}; `make setup-trl` makes its environment anew")
+        return UserError(f"the peer ended by itself: {last}; to make its environment anew, remove .venv-trl")
