@@ -24,7 +24,7 @@ from moe_asyncrl.train.parallel import ParallelRuntime
 from tests.pool.machine import CPU
 from tests.pool.pipes import receive, send
 
-RANK_TIMEOUT_S = 20.0
+RANK_TIMEOUT_S = 60.0
 
 
 def in_fork(function: Callable[[], Any], timeout_s: float) -> str:
@@ -111,7 +111,7 @@ def main() -> None:
                 megatron_patches.apply = lambda *_, **__: applied
                 check()
 
-            outcomes[name][label] = in_fork(run, timeout_s=30)
+            outcomes[name][label] = in_fork(run, timeout_s=120)
     json.dump(outcomes, sys.stdout)
 
 
