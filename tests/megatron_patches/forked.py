@@ -1,4 +1,6 @@
-"""Checks in fresh processes for little money: PyTorch is imported once, and each check runs in a fork of its own."""
+"""Checks in fresh processes for little money: what Megatron-Core imports of others is imported once, and each check
+runs in a fork of its own, which imports Megatron-Core itself.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor
 
 import megatron_patches
 from moe_asyncrl.models.layout import Layout
@@ -99,6 +103,9 @@ def enter(layout: Layout, rank: int, store: str) -> None:
 
 def main() -> None:
     """Run every check twice, with all patches and with its own left out; print both outcomes as JSON, by patch."""
+    for library in ("wandb", "tensorboard.compat"):  # Megatron-Core takes them where they are installed
+        with contextlib.suppress(ImportError):
+            importlib.import_module(library)
     checks = importlib.import_module("tests.megatron_patches.checks").CHECKS
     outcomes: dict[str, dict[str, str]] = {}
     for name, check in checks.items():
