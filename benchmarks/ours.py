@@ -50,6 +50,8 @@ def recipe_changes(task: Task, *, model: Path, prompts: Path, runs: Path, steps:
         f"rollout.group_size={task.group_size}",
         f"rollout.max_new_tokens={task.max_new_tokens}",
         "rollout.ignore_eos=true",
+        # As the peer: it samples and trains in float32. It is also the faster of the two on a CPU.
+        "engine.dtype=float32",
     ]
     if task.long_tailed:
         changes += ["rollout.max_new_tokens_field=length", "model.max_context=640", "rollout.groups_per_request=4"]
