@@ -28,7 +28,7 @@ def test_ctrl_c_on_a_live_panel(tmp_path: Path) -> None:
     home = make_project(tmp_path / "mine", algorithm={"objective": "sft"}, run={"steps": 100000})
     with Terminal([str(COMMAND), "run", "recipe.yaml"], cwd=home) as terminal:
         terminal.until("a panel", lambda s: "starting" in panel(s), 120)
-        terminal.until("steps", lambda s: "tok/s" in panel(s) and "running" in panel(s), 240)
+        terminal.until("steps", lambda s: all(w in panel(s) for w in ("tok/s", "running", "ETA")), 240)
         assert not terminal.screen.cursor_shown
         shown = panel(terminal.screen)
         assert "step " in shown and "/100000" in shown and "loss" in shown and "ETA" in shown and "engine" not in shown
