@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Awaitable, Callable
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -165,6 +167,26 @@ def test_deadline_of_a_paused_engine_names_what_was_waited_for(fresh: TestEngine
         return (await client.generate([request(4)], deadline_s=60))[0]
 
     assert len(run(fresh, body).output_ids) == 4
+
+
+def test_a_paused_engine_leaves_the_core_to_the_trainer(fresh: TestEngine) -> None:
+    """Without our hook its scheduler polls: the processor time of the whole pause, on a machine that has it to give."""
+
+    def used() -> float:
+        family = psutil.Process(fresh.server.pid).children(recursive=True)
+        return sum(p.cpu_times().user + p.cpu_times().system for p in family)
+
+    async def body(client: EngineClient) -> Completion:
+        _, task = await busy(client, 300)
+        await client.pause(mode="in_place", deadline_s=20)
+        before, began = used(), time.monotonic()
+        await asyncio.sleep(2.0)
+        assert used() - before <= 0.2 * (time.monotonic() - began)
+        await client.resume(deadline_s=20)
+        return (await task)[0]
+
+    done = run(fresh, body)
+    assert done.finish_reason == "length" and len(done.output_ids) == 300
 
 
 def test_refusals_carry_the_engines_reason(fresh: TestEngine) -> None:

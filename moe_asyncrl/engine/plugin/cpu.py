@@ -29,6 +29,13 @@ HOOKS: tuple[tuple[str, str, str], ...] = (
         "around",
         "cpu_attention:extend",
     ),
+    # A paused scheduler polls on a full core, also with --sleep-on-idle, and takes it from the trainer that it waits
+    # for.
+    (
+        "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine",
+        "after",
+        "cpu:sleep_until_asked",
+    ),
 )
 
 UNPINNED = ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like")
@@ -54,6 +61,11 @@ def unpin() -> None:
     for name in UNPINNED:
         setattr(torch, name, _without_pinning(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+def sleep_until_asked(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Once a turn of a paused scheduler: wait as an idle one does, at most a second, for the next message to it."""
+    scheduler.maybe_sleep_on_idle()
 
 
 def skip_freeze(*args: Any, **kwargs: Any) -> None:
