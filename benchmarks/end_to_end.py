@@ -40,6 +40,25 @@ PEER_WARM_UP = 1
 WARM_UP_TOKENS = 16
 
 
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured of one task."""
+
+    steps: int
+    """Of each measurement."""
+    pairs: int
+    """Measurements of each side; without a peer there is one."""
+
+
+def planned(task: str, *, quick: bool, peer: bool) -> Effort:
+    """What fits into the time: a run of ours takes half a minute to start and to end, and so does a long peer step."""
+    if not peer:
+        return Effort({"short": 18, "long": 6}[task] if quick else {"short": 98, "long": 28}[task], 1)
+    if quick:
+        return {"short": Effort(6, 2), "long": Effort(2, 1)}[task]
+    return {"short": Effort(40, 5), "long": Effort(6, 3)}[task]
+
+
 @dataclass
 class Found:
     """Measurements of one task."""
@@ -50,9 +69,10 @@ class Found:
 
 
 def run_task(
-    task: Task, steps: int, pairs: int, *, python: Path | None, folder: Path, seed: int, extra: Sequence[str]
+    task: Task, effort: Effort, *, python: Path | None, folder: Path, seed: int, extra: Sequence[str]
 ) -> Found:
-    """Measure one task: `pairs` times in turn with the peer, or once without. Raises UserError if a side fails."""
+    """Measure one task: in turn with the peer, or once without. Raises UserError if a side fails."""
+    steps = effort.steps
     model = folder / "model"
     if not model.exists():
         make_tiny_model(model, "qwen3_moe", seed, **MODEL_SHAPE)
@@ -77,7 +97,7 @@ def run_task(
         check_torch(peer.versions["torch"])
         peer.train(PEER_WARM_UP, cap=WARM_UP_TOKENS)
         batch = PEER_WARM_UP
-        for side in turns(pairs):
+        for side in turns(effort.pairs):
             if side == "ours":
                 ours(batch)
                 continue
@@ -127,32 +147,22 @@ def main() -> int:
     options.add_argument("--quick", action="store_true", help="fewer steps: under 240 s on two idle cores")
     options.add_argument("--peer", choices=("trl",), help="measure this beside us, in turn")
     options.add_argument("--task", choices=(*TASKS, "both"), default="both")
-    options.add_argument("--steps", type=int, help="steps of each measurement")
+    options.add_argument("--steps", type=int, help="steps of each measurement, of both tasks")
     options.add_argument("--pairs", type=int, help="measurements of each side, with --peer")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("overrides", nargs="*", metavar="section.field=value", help="changes of our recipe")
     args = options.parse_args()
-    if args.peer:
-        steps, pairs = ({"short": 12, "long": 3}, 2) if args.quick else ({"short": 40, "long": 6}, 5)
-    else:
-        steps, pairs = ({"short": 18, "long": 6}, 1) if args.quick else ({"short": 98, "long": 28}, 1)
-    tasks = [TASKS[name] for name in (TASKS if args.task == "both" else (args.task,))]
-    steps = {t.name: args.steps or steps[t.name] for t in tasks}
-    pairs = args.pairs or pairs
+    names = list(TASKS) if args.task == "both" else [args.task]
+    effort = {name: planned(name, quick=args.quick, peer=args.peer is not None) for name in names}
+    effort = {n: Effort(args.steps or e.steps, args.pairs or e.pairs) for n, e in effort.items()}
     try:
         python = ensure_environment() if args.peer else None
         with tempfile.TemporaryDirectory(prefix="end-to-end-") as scratch:
             found = {
-                t.name: run_task(
-                    t,
-                    steps[t.name],
-                    pairs,
-                    python=python,
-                    folder=Path(scratch),
-                    seed=args.seed,
-                    extra=args.overrides,
+                name: run_task(
+                    TASKS[name], e, python=python, folder=Path(scratch), seed=args.seed, extra=args.overrides
                 )
-                for t in tasks
+                for name, e in effort.items()
             }
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
@@ -161,7 +171,7 @@ def main() -> int:
         print("interrupted", file=sys.stderr)
         return 130
     figures = {name: figures_of(f) for name, f in found.items()}
-    main_task = figures[tasks[0].name]
+    main_task = figures[names[0]]
     print_result(
         "end_to_end",
         ratios={
@@ -181,8 +191,8 @@ def main() -> int:
         settings={
             "quick": args.quick,
             "peer": args.peer,
-            "steps": steps,
-            "pairs": pairs if args.peer else 0,
+            "steps": {name: e.steps for name, e in effort.items()},
+            "pairs": {name: e.pairs for name, e in effort.items()} if args.peer else {},
             "seed": args.seed,
             "overrides": args.overrides,
         },
