@@ -6,7 +6,9 @@ import asyncio
 import logging
 import time
 
-from moe_asyncrl.data.messages import RunState
+import msgspec
+
+from moe_asyncrl.data.messages import Counters, RunState
 from moe_asyncrl.telemetry.live_state import EngineLook, LiveState, write_state
 from moe_asyncrl.telemetry.run_folder import RunFolder
 from moe_asyncrl.telemetry.summary import TrajectoryCounts
@@ -14,9 +16,13 @@ from moe_asyncrl.telemetry.summary import TrajectoryCounts
 log = logging.getLogger(__name__)
 
 
+def trajectory_counts(counters: Counters) -> TrajectoryCounts:
+    """The account as files have it."""
+    return TrajectoryCounts(**msgspec.structs.asdict(counters))
+
+
 def live_state(state: RunState, now: float) -> LiveState:
     """The state as it is written at `now` (Unix seconds)."""
-    c = state.counters
     return LiveState(
         time=now,
         phase=state.phase,
@@ -27,9 +33,7 @@ def live_state(state: RunState, now: float) -> LiveState:
         held=state.held,
         capacity=state.capacity,
         issued=state.issued,
-        counters=TrajectoryCounts(
-            sampled=c.sampled, trained=c.trained, stale=c.stale, filtered=c.filtered, failed=c.failed
-        ),
+        counters=trajectory_counts(state.counters),
         engines=tuple(
             EngineLook(
                 name=m.name,

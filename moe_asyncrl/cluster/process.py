@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,16 +101,21 @@ def start_role(
         command += ["--index", str(index)]
     if gpus is not None:
         command[-2:-2] = ["--gpus", gpus]
-    with log.open("ab") as out:
-        process = subprocess.Popen(
+    process = spawn(command, log, {**os.environ, **(extra_env or {})})
+    return RoleProcess(name, process, log, error_file(folder, name))
+
+
+def spawn(command: Sequence[str], said: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A child in a session of its own. What it says is added to a file."""
+    with said.open("ab") as out:
+        return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **(extra_env or {})},
+            env=environment,
         )
-    return RoleProcess(name, process, log, error_file(folder, name))
 
 
 def error_file(folder: RunFolder, name: str) -> Path:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from moe_asyncrl.buffer.look import trajectory_counts
 from moe_asyncrl.cluster.face import Face, PlainFace
 from moe_asyncrl.cluster.launcher import Launcher, LocalLauncher, Role
 from moe_asyncrl.cluster.owner import Ownership, RoleLook
@@ -240,5 +241,4 @@ def _role_state(role: Role) -> str:
 
 
 def _counts(state: RunState | None) -> TrajectoryCounts:
-    c = state.counters if state is not None else Counters()
-    return TrajectoryCounts(sampled=c.sampled, trained=c.trained, stale=c.stale, filtered=c.filtered, failed=c.failed)
+    return trajectory_counts(state.counters if state is not None else Counters())

@@ -6,18 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
 from moe_asyncrl.models.layout import Layout
 from tests.checkpoint.families import FAMILY_MODELS
-from tests.checkpoint.models import changed_copy, make, relative, transformers_logits
+from tests.checkpoint.models import changed_copy, make, relative
+from tests.checkpoint.parity import CONVERT, TOLERANCE, check_conversion
 from tests.pool.pool import WorkerPool
 
-TOLERANCE = 1e-4
-CONVERT = "tests.checkpoint.jobs:convert"
 SINGLE = Layout()
 
 
@@ -35,34 +33,11 @@ def layouts(name: str) -> list[Layout]:
 CASES = [(name, layout) for name in FAMILY_MODELS for layout in layouts(name)]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, np.ndarray[Any, Any]]]:
-    """Directory and transformers' logits of a model, made when first asked for."""
-    root = tmp_path_factory.mktemp("families")
-    made: dict[str, tuple[Path, np.ndarray[Any, Any]]] = {}
-
-    def get(name: str) -> tuple[Path, np.ndarray[Any, Any]]:
-        if name not in made:
-            directory = make(root, name)
-            made[name] = (directory, transformers_logits(directory))
-        return made[name]
-
-    return get
-
-
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=[f"{name}-{layout}" for name, layout in CASES])
 def test_logits_equal_transformers_and_the_export_is_the_checkpoint(
     name: str, layout: Layout, pool: WorkerPool, models: Any, tmp_path: Path
 ) -> None:
-    hf_dir, expected = models(name)
-    assert expected.std() > 1
-    results = pool.run(CONVERT, layout=layout, hf_dir=str(hf_dir), out_dir=str(tmp_path / "out"))
-    found = [logits for logits in results if logits is not None]
-    assert len(found) == layout.world_size // layout.pp
-    assert max(relative(logits, expected) for logits in found) < TOLERANCE
-    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == {
-        p.name: p.read_bytes() for p in hf_dir.iterdir()
-    }
+    check_conversion(pool, layout, *models(name), tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", list(FAMILY_MODELS))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from moe_asyncrl.cluster.launcher import Role
-from moe_asyncrl.cluster.process import error_file, last_line
+from moe_asyncrl.cluster.process import error_file, last_line, spawn
 from moe_asyncrl.cluster.slurm.call import GONE, SlurmRefused, inside_of_job
 from moe_asyncrl.cluster.slurm.layout import RunLayout
 from moe_asyncrl.cluster.slurm.nodes import Ask
@@ -160,15 +160,8 @@ class SlurmLauncher:
         command = step_command(step, self._cluster, run=folder.path, logs=folder.logs, het=self._het)
         threads = {} if step.threads is None else {"OMP_NUM_THREADS": str(step.threads)}
         log.info("step %s: %s", step.name, shlex.join(command))
-        with said.open("wb") as out:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**self._environment, **threads, **extra},
-            )
+        said.write_bytes(b"")  # of this step alone: who fell first is read from it
+        process = spawn(command, said, {**self._environment, **threads, **extra})
         return StepRole(step, process, folder, said, self._signal_step)
 
     def _signal_step(self, name: str) -> None:

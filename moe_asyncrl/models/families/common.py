@@ -61,6 +61,18 @@ def experts(fields: HfFields, *names: str) -> dict[str, Any]:
     return {"num_experts": found, "experts_per_token": chosen}
 
 
+def experts_everywhere(fields: HfFields) -> dict[str, Any]:
+    """Layers that all have experts, of the width that the config gives as its feed-forward's."""
+    layers, width = fields.integer("num_hidden_layers"), fields.integer("intermediate_size")
+    return {
+        "num_layers": layers,
+        "intermediate_size": width,
+        "moe_intermediate_size": width,
+        "moe_layers": (True,) * layers,
+        **experts(fields, "num_local_experts", "num_experts"),
+    }
+
+
 def leading_dense(fields: HfFields) -> dict[str, Any]:
     """Layers of which the first `first_k_dense_replace` are dense and all others have experts."""
     layers = fields.integer("num_hidden_layers")

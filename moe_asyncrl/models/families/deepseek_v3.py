@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_asyncrl.models.families import blocks, common, moe_blocks, mtp
+from moe_asyncrl.models.families import common, mtp
 from moe_asyncrl.models.families.family import Family
 from moe_asyncrl.models.families.latent_attention import latent_attention
 from moe_asyncrl.models.features import MlaSpec
@@ -62,18 +62,7 @@ def read_mla(fields: HfFields) -> MlaSpec:
 
 def entries(spec: ModelSpec) -> Iterator[Entry]:
     """Parameters in export order."""
-    yield from blocks.embedding(spec)
-    for layer, moe in enumerate(spec.moe_layers):
-        yield from _layer(spec, blocks.decoder_layer(layer), moe)
-    yield from blocks.head(spec)
-    yield from mtp.layers(spec, lambda at: _layer(spec, at, moe=True))
-    yield from moe_blocks.float32_routers(spec)
-    yield from mtp.expert_biases(spec)
-
-
-def _layer(spec: ModelSpec, at: blocks.At, moe: bool) -> Iterator[Entry]:
-    yield from latent_attention(spec, at)
-    yield from moe_blocks.moe_mlp(spec, at) if moe else blocks.dense_mlp(spec, at)
+    return mtp.model(spec, latent_attention)
 
 
 FAMILY = Family(

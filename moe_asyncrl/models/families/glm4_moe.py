@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_asyncrl.models.families import blocks, common, moe_blocks, mtp
+from moe_asyncrl.models.families import blocks, common, mtp
 from moe_asyncrl.models.families.family import Family
 from moe_asyncrl.models.hf_fields import HfFields
 from moe_asyncrl.models.hf_rope import read_rope
@@ -38,18 +38,7 @@ def read_spec(fields: HfFields) -> ModelSpec:
 
 def entries(spec: ModelSpec) -> Iterator[Entry]:
     """Parameters in export order."""
-    yield from blocks.embedding(spec)
-    for layer, moe in enumerate(spec.moe_layers):
-        yield from _layer(spec, blocks.decoder_layer(layer), moe)
-    yield from blocks.head(spec)
-    yield from mtp.layers(spec, lambda at: _layer(spec, at, moe=True))
-    yield from moe_blocks.float32_routers(spec)
-    yield from mtp.expert_biases(spec)
-
-
-def _layer(spec: ModelSpec, at: blocks.At, moe: bool) -> Iterator[Entry]:
-    yield from blocks.attention(spec, at)
-    yield from moe_blocks.moe_mlp(spec, at) if moe else blocks.dense_mlp(spec, at)
+    return mtp.model(spec, blocks.attention)
 
 
 FAMILY = Family(

@@ -23,7 +23,7 @@ from moe_asyncrl.models.spec import ModelSpec
 
 def read_spec(fields: HfFields) -> ModelSpec:
     """The spec of a gpt-oss config."""
-    layers, width = fields.integer("num_hidden_layers"), fields.integer("intermediate_size")
+    layers = fields.integer("num_hidden_layers")
     if not fields.boolean("attention_bias", default=True):
         raise fields.fail("`attention_bias` is false: gpt-oss without biases is not supported")
     if fields.number("swiglu_alpha", default=1.702) != 1.702:
@@ -36,10 +36,6 @@ def read_spec(fields: HfFields) -> ModelSpec:
     return ModelSpec(
         family=FAMILY.name,
         architecture=FAMILY.architecture,
-        num_layers=layers,
-        intermediate_size=width,
-        moe_intermediate_size=width,
-        moe_layers=(True,) * layers,
         norm_topk_prob=True,
         qk_norm=False,
         attention_bias=True,
@@ -48,7 +44,7 @@ def read_spec(fields: HfFields) -> ModelSpec:
         sliding_window=fields.integer("sliding_window", default=128),
         windowed_layers=tuple(kind == "sliding_attention" for kind in types),
         glu=GluSpec(activation="quick_gelu", clamp=fields.number("swiglu_limit", default=7.0), offset=1.0),
-        **common.experts(fields, "num_local_experts", "num_experts"),
+        **common.experts_everywhere(fields),
         **common.grouped_queries(fields, default_head_dim=64),
         **common.sizes(fields, context=131072, eps=1e-5),
         **read_rope(fields, theta=150000.0, kinds=("yarn",)),

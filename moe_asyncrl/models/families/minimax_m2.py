@@ -22,7 +22,6 @@ NAMES = replace(moe_blocks.MIXTRAL_NAMES, router_dtype="float32")
 
 def read_spec(fields: HfFields) -> ModelSpec:
     """The spec of a MiniMax-M2 config."""
-    layers, width = fields.integer("num_hidden_layers"), fields.integer("intermediate_size")
     for name, only in (("scoring_func", "sigmoid"), ("qk_norm_type", "per_layer")):
         if fields.config.get(name, only) != only:
             raise fields.fail(f"`{name}` {fields.config[name]!r} is not supported: only {only!r} is")
@@ -36,16 +35,12 @@ def read_spec(fields: HfFields) -> ModelSpec:
     return ModelSpec(
         family=FAMILY.name,
         architecture=FAMILY.architecture,
-        num_layers=layers,
-        intermediate_size=width,
-        moe_intermediate_size=width,
-        moe_layers=(True,) * layers,
         norm_topk_prob=True,
         qk_norm=True,
         qk_norm_over_heads=True,
         attention_bias=False,
         router=RouterSpec(scores="sigmoid", expert_bias=True),
-        **common.experts(fields, "num_local_experts", "num_experts"),
+        **common.experts_everywhere(fields),
         **common.grouped_queries(fields, default_head_dim=128),
         **common.sizes(fields, context=196608),
         **_rope(fields),

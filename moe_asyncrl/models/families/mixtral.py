@@ -17,7 +17,6 @@ from moe_asyncrl.models.spec import ModelSpec
 
 def read_spec(fields: HfFields) -> ModelSpec:
     """The spec of a Mixtral config."""
-    layers, width = fields.integer("num_hidden_layers"), fields.integer("intermediate_size")
     if fields.config.get("sliding_window") is not None:
         raise fields.fail(f"`sliding_window` {fields.config['sliding_window']} is not supported: only null is")
     if fields.config.get("router_jitter_noise"):
@@ -25,14 +24,10 @@ def read_spec(fields: HfFields) -> ModelSpec:
     return ModelSpec(
         family=FAMILY.name,
         architecture=FAMILY.architecture,
-        num_layers=layers,
-        intermediate_size=width,
-        moe_intermediate_size=width,
-        moe_layers=(True,) * layers,
         norm_topk_prob=True,
         qk_norm=False,
         attention_bias=False,
-        **common.experts(fields, "num_local_experts", "num_experts"),
+        **common.experts_everywhere(fields),
         **common.grouped_queries(fields),
         **common.sizes(fields, context=131072, eps=1e-5),
         **read_rope(fields, theta=1e6),

@@ -11,10 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from moe_asyncrl.models.algebra import Copy, HfTensor
+from moe_asyncrl.models.families import blocks, moe_blocks
 from moe_asyncrl.models.families.blocks import At
-from moe_asyncrl.models.families.moe_blocks import expert_bias
 from moe_asyncrl.models.parameter_map import Entry, Place
 from moe_asyncrl.models.spec import ModelSpec
+
+
+def model(spec: ModelSpec, attention: Callable[[ModelSpec, At], Iterator[Entry]]) -> Iterator[Entry]:
+    """All parameters of a model with dense and MoE layers, in export order; the kept layers follow its own."""
+
+    def layer(at: At, moe: bool) -> Iterator[Entry]:
+        yield from attention(spec, at)
+        yield from moe_blocks.moe_mlp(spec, at) if moe else blocks.dense_mlp(spec, at)
+
+    yield from blocks.embedding(spec)
+    for number, moe in enumerate(spec.moe_layers):
+        yield from layer(blocks.decoder_layer(number), moe)
+    yield from blocks.head(spec)
+    yield from layers(spec, lambda at: layer(at, moe=True))
+    yield from moe_blocks.float32_routers(spec)
+    yield from expert_biases(spec)
 
 
 def layers(spec: ModelSpec, inner: Callable[[At], Iterator[Entry]]) -> Iterator[Entry]:
@@ -39,7 +55,7 @@ def layers(spec: ModelSpec, inner: Callable[[At], Iterator[Entry]]) -> Iterator[
 def expert_biases(spec: ModelSpec) -> Iterator[Entry]:
     """The kept layers' expert biases."""
     for number in range(spec.kept_mtp_layers):
-        yield expert_bias(spec, _at(spec, number))
+        yield moe_blocks.expert_bias(spec, _at(spec, number))
 
 
 def is_of_mtp(spec: ModelSpec, name: str) -> bool:
