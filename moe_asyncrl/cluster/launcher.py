@@ -9,7 +9,7 @@ from typing import Protocol
 from moe_asyncrl.cluster.gpus import Placement, count_usable, place
 from moe_asyncrl.cluster.process import start_role
 from moe_asyncrl.config.recipe import Recipe
-from moe_asyncrl.engine.server import free_port
+from moe_asyncrl.engine.ports import free_port
 from moe_asyncrl.telemetry.run_folder import RunFolder
 
 NVIDIA_DEVICE = Path("/dev/nvidiactl")

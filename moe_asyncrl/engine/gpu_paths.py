@@ -20,7 +20,8 @@ from moe_asyncrl.data.trajectory import SamplingParams
 from moe_asyncrl.engine.client import EngineClient
 from moe_asyncrl.engine.command import EngineArgs
 from moe_asyncrl.engine.completion import GenerateRequest, RoutingShape
-from moe_asyncrl.engine.server import Server, free_port
+from moe_asyncrl.engine.ports import free_port
+from moe_asyncrl.engine.server import Server
 from moe_asyncrl.models.gpu_reference import next_token_logprobs, save_tiny_model
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec

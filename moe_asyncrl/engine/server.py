@@ -9,7 +9,6 @@ import os
 import pathlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,11 +19,12 @@ import msgspec
 
 from moe_asyncrl.data.errors import DeadlineExceeded, UserError
 from moe_asyncrl.engine.command import EngineArgs, build_command, child_environment
+from moe_asyncrl.engine.ports import check_port, free_port
 
 GUARD = pathlib.Path(__file__).with_name("guard.py")
 POLL_S = 0.2
 TAIL_LINES = 15
-_ERROR_LINE = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_][\w.]*)?(?:Error|Exception|error)\b: ?.*)$")
+_ERROR_LINE = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_][\w.]*)?(?:Error|Exception|ERROR|error)\b: ?.*)$")
 
 
 class EngineDied(UserError):
@@ -41,23 +41,6 @@ def last_error(log: str) -> str:
         if found := _ERROR_LINE.search(line):
             return found.group(1).strip()
     return ""
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that the system says is free now."""
-    with socket.socket() as s:
-        s.bind((host, 0))
-        return int(s.getsockname()[1])
-
-
-def check_port(host: str, port: int) -> None:
-    """Raises UserError if something listens on the port already."""
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind((host, port))
-        except OSError as e:
-            raise UserError(f"engine: port {port} on {host} is not free ({e.strerror}); choose another one") from None
 
 
 class Server:

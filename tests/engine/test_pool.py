@@ -21,7 +21,7 @@ from moe_asyncrl.engine.client import EngineClient
 from moe_asyncrl.engine.completion import GenerateRequest
 from moe_asyncrl.engine.errors import EngineRefused, EngineTimeout, EngineUnreachable, MalformedReply, NoEngines
 from moe_asyncrl.engine.pool import EnginePool
-from moe_asyncrl.engine.server import free_port
+from moe_asyncrl.engine.ports import free_port
 from tests.engine.test_server import group_members, wait_until_gone
 from tests.engines.fixtures import TestEngine
 

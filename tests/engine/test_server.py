@@ -17,13 +17,15 @@ import pytest
 
 from moe_asyncrl.data.errors import DeadlineExceeded, UserError
 from moe_asyncrl.engine.command import EngineArgs
-from moe_asyncrl.engine.server import EngineDied, Server, free_port, last_error
+from moe_asyncrl.engine.ports import free_port
+from moe_asyncrl.engine.server import EngineDied, Server, last_error
 from tests.engines.fixtures import EngineHouse, TestEngine
 
 PARENT = """
 import pathlib, sys, time
 from moe_asyncrl.engine.command import EngineArgs
-from moe_asyncrl.engine.server import Server, free_port
+from moe_asyncrl.engine.ports import free_port
+from moe_asyncrl.engine.server import Server
 args = EngineArgs(model=sys.argv[1], port=free_port(), python=sys.executable, max_total_tokens=4096)
 server = Server.start(args, cpu=True, log_path=pathlib.Path(sys.argv[2]))
 print(server.pid, flush=True)
@@ -163,6 +165,10 @@ def test_a_healthy_log_has_no_traceback(engine: Callable[..., TestEngine]) -> No
         ("fine\nTraceback (most recent call last):\n  File x\nValueError: bad head\nbye\n", "ValueError: bad head"),
         ("[2026-01-01] Scheduler hit an exception: x\ntorch.OutOfMemoryError: no\n", "torch.OutOfMemoryError: no"),
         ("usage: x\nserve.py: error: unrecognized arguments: --nope\n", "error: unrecognized arguments: --nope"),
+        (
+            "[2026-01-01 10:25:58] ERROR:    [Errno 98] error while attempting to bind on address\nbye\n",
+            "ERROR:    [Errno 98] error while attempting to bind on address",
+        ),
         ("all is well\n", ""),
         ("", ""),
     ],

@@ -21,7 +21,8 @@ from moe_asyncrl.engine.client import EngineClient
 from moe_asyncrl.engine.command import EngineArgs, spread_cores
 from moe_asyncrl.engine.completion import RoutingShape
 from moe_asyncrl.engine.errors import EngineRefused
-from moe_asyncrl.engine.server import Server, free_port
+from moe_asyncrl.engine.ports import free_port
+from moe_asyncrl.engine.server import Server
 from tests.engines.models import Reference, make_model, routing_shape
 
 MAX_ALIVE = 4

@@ -256,7 +256,7 @@ def test_uniform_groups_are_filtered_and_give_their_room_back(
 def test_an_engine_that_is_gone_does_not_lose_its_groups(
     fresh: TestEngine, recipe: Callable[..., Recipe], tmp_path: pathlib.Path
 ) -> None:
-    from moe_asyncrl.engine.server import free_port
+    from moe_asyncrl.engine.ports import free_port
 
     r = recipe()
 

@@ -20,6 +20,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from moe_asyncrl.engine.ports import free_port
+
 GPUS = 12
 NODES = ("node1", "node2")
 CONF = """
@@ -76,7 +78,10 @@ class Cluster:
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o600)
         user = psutil.Process().username()
-        ports = free_ports(1 + len(NODES))
+        ports: list[int] = []
+        while len(ports) <= len(NODES):
+            if (port := free_port()) not in ports:
+                ports.append(port)
         self.conf.write_text(
             CONF.format(host=socket.gethostname().partition(".")[0], user=user, base=base, ports=ports, gpus=GPUS)
         )
@@ -171,15 +176,6 @@ class Cluster:
                     if str(self.base) in text:
                         found.append(process)
         return found
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are free now, all different."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
 
 
 def wait_until(

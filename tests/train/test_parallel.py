@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import time
 
 import pytest
 
 from moe_asyncrl.config.capability import Capabilities
 from moe_asyncrl.data.errors import DeadlineExceeded, UserError
+from moe_asyncrl.engine.ports import free_port
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.train.parallel import ParallelRuntime
 from tests.pool.pool import WorkerFailed, WorkerPool
@@ -29,12 +29,9 @@ def test_a_variable_that_is_no_number_is_refused() -> None:
 
 
 def test_ranks_that_never_come_end_the_wait() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"rank 0: 2 ranks did not meet at 127.0.0.1:\d+ in 1 s"):
-        environment = MEETING | {"RANK": "0", "MASTER_PORT": str(port)}
+        environment = MEETING | {"RANK": "0", "MASTER_PORT": str(free_port())}
         ParallelRuntime.from_environment(Capabilities(), environment, timeout_s=1)
     assert time.monotonic() - start < 20
 

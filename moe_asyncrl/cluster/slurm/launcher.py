@@ -19,7 +19,7 @@ from moe_asyncrl.cluster.slurm.steps import Node, Step, exit_code, first_to_fall
 from moe_asyncrl.config.cluster import Cluster
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.errors import UserError
-from moe_asyncrl.engine.server import free_port
+from moe_asyncrl.engine.ports import free_port
 from moe_asyncrl.telemetry.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
