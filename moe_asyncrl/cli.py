@@ -47,6 +47,16 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("out", help="directory to make")
     p.add_argument("--step", type=int, help="checkpoint to take (default: the newest complete one)")
 
+    p = add("upcycle", _upcycle, "Make a dense Llama checkpoint into a Mixtral, each expert a noisy copy.")
+    p.add_argument("source", help="HF directory of the dense model")
+    p.add_argument("out", help="directory to make")
+    p.add_argument("--experts", type=int, default=4, help="experts of each layer (default: 4)")
+    p.add_argument("--top-k", type=int, default=2, help="experts that a token is routed to (default: 2)")
+    p.add_argument(
+        "--noise", type=float, default=0.015, help="noise, in standard deviations of a matrix (default: 0.015)"
+    )
+    p.add_argument("--seed", type=int, default=0)
+
     p = add("top", _top, "Show how a run stands, now and as it goes on.")
     p.add_argument("run", help="run folder, for example runs/latest; also of a run that is over")
     p.add_argument("--once", action="store_true", help="show it once and end")
@@ -256,6 +266,16 @@ def _export(args: argparse.Namespace) -> int:
     from moe_asyncrl.cluster.export import export_run
 
     print(export_run(args.run, args.out, step=args.step))
+    return 0
+
+
+def _upcycle(args: argparse.Namespace) -> int:
+    from moe_asyncrl.checkpoint.upcycle import upcycle
+    from moe_asyncrl.checkpoint.upcycle_plan import Upcycling
+
+    how = Upcycling(experts=args.experts, top_k=args.top_k, noise=args.noise, seed=args.seed)
+    upcycle(args.source, args.out, how)
+    print(args.out)
     return 0
 
 
