@@ -18,6 +18,8 @@ INPUTS := requirements/cpu.txt requirements/dev.txt requirements/cpu-nodeps.txt 
 
 # Tests that find one core each are steadier than tests that fight for two.
 export OMP_NUM_THREADS ?= 1
+# Many containers set it; every process would compile anew what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup setup-trl demo test bench soak lint format gpu-check lock clean
 

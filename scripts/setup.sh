@@ -37,11 +37,11 @@ fi
 echo "setup: the locked packages (2.2 GB; a few minutes the first time)"
 install -r requirements/cpu.txt -r requirements/dev.txt
 install --no-deps -r requirements/cpu-nodeps.txt
-# pip compiles every file of every package, most of them never imported. Compile what is used, on two cores.
-"$venv/bin/python" -W ignore -c "import torch.distributed, megatron.core, transformers" &
-imports=$!
-"$venv/bin/python" -m compileall -q "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang/srt"
-wait "$imports"
+# Containers often set PYTHONDONTWRITEBYTECODE: then nothing is compiled on first use either, and each of a run's ten
+# processes would spend half its start on it. pip compiles on one core, and also what is never imported.
+echo "setup: compiling"
+"$venv/bin/python" -m compileall -q -j 0 -x '/(tests|multimodal_gen)/' \
+    "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >/dev/null 2>&1 || true  # some are templates
 echo "setup: this project"
 # setuptools warns at length that an editable install is editable
 PYTHONWARNINGS=ignore install --no-deps --no-build-isolation --editable .

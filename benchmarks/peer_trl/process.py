@@ -48,7 +48,7 @@ def environment() -> dict[str, str]:
     Threads that spin at a barrier are a little faster on an idle machine and many times slower on a shared one.
     """
     return {
-        **{k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")},
+        **{k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")},
         "OMP_NUM_THREADS": str(THREADS),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
