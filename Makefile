@@ -14,7 +14,8 @@ SOAK_MINUTES ?= 60
 
 BIN := .venv/bin
 STAMP := .venv/.stamp
-INPUTS := requirements/cpu.txt requirements/dev.txt requirements/cpu-nodeps.txt setup.py scripts/setup.sh
+INPUTS := requirements/cpu.txt requirements/dev.txt requirements/cpu-nodeps.txt \
+	requirements/dev-nodeps.txt setup.py scripts/setup.sh
 
 # Tests that find one core each are steadier than tests that fight for two.
 export OMP_NUM_THREADS ?= 1

@@ -50,13 +50,14 @@ def write(target: Path, source: Path, versions: dict[str, str]) -> None:
 
 
 def main(pip_arguments: list[str]) -> None:
-    """Write cpu.txt, dev.txt (only what cpu.txt lacks), cpu-nodeps.txt and trl.txt; `pip_arguments` go to pip."""
+    """Write cpu.txt, dev.txt (only what cpu.txt lacks), both -nodeps.txt and trl.txt; `pip_arguments` go to pip."""
     cpu = resolve(REQUIREMENTS / "cpu.in", None, pip_arguments)
     write(REQUIREMENTS / "cpu.txt", REQUIREMENTS / "cpu.in", cpu)
     dev = resolve(REQUIREMENTS / "dev.in", REQUIREMENTS / "cpu.txt", pip_arguments)
     write(REQUIREMENTS / "dev.txt", REQUIREMENTS / "dev.in", {n: v for n, v in dev.items() if n not in cpu})
-    nodeps = resolve(REQUIREMENTS / "cpu-nodeps.in", None, ["--no-deps", *pip_arguments])
-    write(REQUIREMENTS / "cpu-nodeps.txt", REQUIREMENTS / "cpu-nodeps.in", nodeps)
+    for name in ("cpu-nodeps", "dev-nodeps"):
+        source = REQUIREMENTS / f"{name}.in"
+        write(source.with_suffix(".txt"), source, resolve(source, None, ["--no-deps", *pip_arguments]))
     # The benchmark's peer lives in an environment of its own: nothing of ours constrains it.
     write(REQUIREMENTS / "trl.txt", REQUIREMENTS / "trl.in", resolve(REQUIREMENTS / "trl.in", None, pip_arguments))
 

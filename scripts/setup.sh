@@ -36,7 +36,7 @@ if [ -n "$torch_index" ]; then
 fi
 echo "setup: the locked packages (2.2 GB; a few minutes the first time)"
 install -r requirements/cpu.txt -r requirements/dev.txt
-install --no-deps -r requirements/cpu-nodeps.txt
+install --no-deps -r requirements/cpu-nodeps.txt -r requirements/dev-nodeps.txt
 # Containers often set PYTHONDONTWRITEBYTECODE: then nothing is compiled on first use either, and each of a run's ten
 # processes would spend half its start on it. pip compiles on one core, and also what is never imported.
 echo "setup: compiling"

@@ -22,6 +22,7 @@ import moe_asyncrl
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = {".py", ".md", ".sh", ".in", ".txt", ".toml", ".yaml", ".yml", ".cfg", ".ini", ".json", ".sbatch", ".j2", ""}
 LONGEST_FILE = 500
+SOURCES = ("cpu.in", "dev.in", "cpu-nodeps.in", "dev-nodeps.in")
 
 
 def project_files() -> list[Path]:
@@ -121,9 +122,9 @@ def requirement_lines(name: str) -> list[Requirement]:
 
 
 def locked() -> dict[str, Version]:
-    """Canonical name → version over the three locks; a line that is not `name==version`, or a second version, fails."""
+    """Canonical name → version over the locks; a line that is not `name==version`, or a second version, fails."""
     versions: dict[str, Version] = {}
-    for name in ("cpu.txt", "dev.txt", "cpu-nodeps.txt"):
+    for name in ("cpu.txt", "dev.txt", "cpu-nodeps.txt", "dev-nodeps.txt"):
         for requirement in requirement_lines(name):
             (pin,) = list(requirement.specifier)
             assert pin.operator == "==", f"{name}: {requirement} is not an exact version"
@@ -133,7 +134,7 @@ def locked() -> dict[str, Version]:
     return versions
 
 
-@pytest.mark.parametrize("source", ["cpu.in", "dev.in", "cpu-nodeps.in"])
+@pytest.mark.parametrize("source", SOURCES)
 def test_locks_satisfy_their_sources(source: str) -> None:
     versions = locked()
     for requirement in requirement_lines(source):
@@ -180,7 +181,7 @@ def test_every_dependency_has_its_reason() -> None:
     arguments = setup_arguments()
     named = {Requirement(r).name for r in arguments["install_requires"]}
     named |= {Requirement(r).name for extra in arguments["extras_require"].values() for r in extra}
-    named |= {r.name for source in ("cpu.in", "dev.in", "cpu-nodeps.in") for r in requirement_lines(source)}
+    named |= {r.name for source in SOURCES for r in requirement_lines(source)}
     assert {str(canonicalize_name(n)) for n in named} == set(explained)
 
 
