@@ -52,6 +52,7 @@ ELSEWHERE = {
     "moe-asyncrl launch RECIPE --cluster configs/clusters/h100.yaml optimizer.lr=2e-6": (
         "tests/slurm/test_values.py::test_the_example_clusters_make_whole_scripts"
     ),
+    "moe-asyncrl upcycle my-llama my-mixture --top-k 2": "tests/checkpoint/test_upcycle.py::test_the_command",
     "moe-asyncrl stop runs/latest": ("tests/slurm/test_refusals.py::test_status_and_stop_of_a_run_on_this_machine"),
 }
 """Commands that start a run or a job: the test that runs the same with other names."""
