@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Debian packages that tests need and pip cannot bring: a real Slurm and a real browser. `make test` calls it.
+# Debian packages that tests need and pip cannot bring: a real Slurm, a browser, Prometheus. `make test` calls it.
 # As root on a Debian system it installs what is missing; elsewhere it says in one line what to install.
 set -euo pipefail
 
@@ -12,6 +12,7 @@ need slurmd slurmd
 need sbatch slurm-client
 need munged munge
 need chromium chromium
+need prometheus prometheus
 [ "${#missing[@]}" -eq 0 ] && exit 0
 
 if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null 2>&1; then

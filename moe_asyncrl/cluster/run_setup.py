@@ -72,17 +72,20 @@ def create_run_folder(recipe: Recipe) -> RunFolder:
 def find_resumable(recipe: Recipe) -> RunFolder:
     """The run folder that `run.resume` goes on with: the newest of that name with a complete checkpoint, or `latest`.
 
-    Raises `UserError` if there is none.
+    Nothing is written: another supervisor may be at work on it. Raises `UserError` if there is none.
     """
     base = Path(recipe.run.folder)
     found = sorted(base.glob(f"{recipe.run.name}-*"), reverse=True)
     for path in found:
         if (path / "recipe.yaml").exists() and any((path / "checkpoints").glob("step-*")):
-            folder = RunFolder(path)
-            write_atomic(folder.recipe, dump_recipe(recipe).encode())
-            link(base, path.name)
-            return folder
+            return RunFolder(path)
     raise UserError(f"run.resume: no run named {recipe.run.name!r} with a checkpoint in {base}")
+
+
+def take_up(folder: RunFolder, recipe: Recipe) -> None:
+    """Give a run that goes on this recipe, and make it the newest. For its supervisor, once the run is its own."""
+    write_atomic(folder.recipe, dump_recipe(recipe).encode())
+    link(folder.path.parent, folder.path.name)
 
 
 def open_run(path: str) -> tuple[RunFolder, Recipe]:

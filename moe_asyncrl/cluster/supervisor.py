@@ -12,6 +12,7 @@ from moe_asyncrl.cluster.face import Face, PlainFace
 from moe_asyncrl.cluster.launcher import Launcher, LocalLauncher, Role
 from moe_asyncrl.cluster.owner import Ownership, RoleLook
 from moe_asyncrl.cluster.process import stop_roles, wait_all
+from moe_asyncrl.cluster.run_setup import take_up
 from moe_asyncrl.cluster.sinks import start_sinks
 from moe_asyncrl.cluster.state import close_state, get_state
 from moe_asyncrl.config.recipe import Recipe
@@ -80,6 +81,8 @@ class Supervisor:
         started = time.time()
         clock = time.monotonic()
         self._owner = Ownership.claim(self.folder, job=self._job, say=self._say)
+        if self.recipe.run.resume:
+            take_up(self.folder, self.recipe)
         # A resumed run must not be taken for what its last start came to.
         slurm = [self.folder.slurm_json] if self._job is None else []
         for old in (*self.folder.logs.glob("*.error"), self.folder.summary, *slurm):

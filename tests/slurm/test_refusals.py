@@ -15,15 +15,15 @@ import psutil
 import pytest
 
 from moe_asyncrl.cli import main
-from moe_asyncrl.cluster.owner import Ownership
 from moe_asyncrl.cluster.roles import run_role
-from moe_asyncrl.cluster.run_setup import create_run_folder
+from moe_asyncrl.cluster.run_setup import create_run_folder, open_run
 from moe_asyncrl.cluster.slurm.call import SlurmSilent
 from moe_asyncrl.cluster.slurm.call import slurm as call
+from moe_asyncrl.cluster.supervisor import Supervisor
 from moe_asyncrl.config.load import dump_recipe, load_recipe
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.engine.keys import ensure_engine_key
-from moe_asyncrl.telemetry.run_folder import RunFolder, write_atomic
+from moe_asyncrl.telemetry.run_folder import write_atomic
 from tests.slurm.fixture import GPUS, Cluster, wait_until
 from tests.slurm.runs import Run, command, write_cluster
 from tests.system.command import Command
@@ -170,8 +170,12 @@ def test_status_and_stop_of_a_run_on_this_machine(project: Path, slurm: Cluster)
         said = command(slurm, project, "status", "runs/latest", SLURM_CONF="nowhere")
         assert said.code == 0 and "status   running\nprocess  supervisor " in said.out, said
         assert "  trainer-0    running\n" in said.out and "\nslurm " not in said.out
+        folder, recipe = open_run(str(run.folder))
+        of_the_first = folder.recipe.read_bytes()
+        changed = [f"run.name={recipe.run.name}-2", "run.resume=true"]
         with pytest.raises(UserError, match=rf"its supervisor is alive \(pid {running.process.pid}\)"):
-            Ownership.claim(RunFolder(run.folder))
+            Supervisor(folder, load_recipe(folder.recipe, changed)).run()
+        assert folder.recipe.read_bytes() == of_the_first
         stopped = command(slurm, project, "stop", "runs/latest", "--now", SLURM_CONF="nowhere")
         assert stopped.code == 0 and stopped.out.startswith("asked to stop at once\nstopped: 0 steps"), stopped
         assert running.wait(60).code == 130 and running.none_left()
