@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from moe_asyncrl.checkpoint.formats.encode import Encoder, Fp8, Plain
+from moe_asyncrl.checkpoint.formats.scales import CheckpointScales
 from moe_asyncrl.checkpoint.megatron_names import global_parameters
 from moe_asyncrl.checkpoint.safetensors_dir import SafetensorsDir, has_weights
 from moe_asyncrl.checkpoint.safetensors_writer import SafetensorsWriter
@@ -26,6 +29,7 @@ from moe_asyncrl.weights.agree import agree
 from moe_asyncrl.weights.gather import DEFAULT_BUCKET_BYTES, iter_hf_tensors
 
 DEFAULT_SHARD_BYTES = 5 * 1000**3
+Form = Literal["plain", "fp8"]
 CARRIED_FILES = (
     "config.json",
     "generation_config.json",
@@ -49,6 +53,7 @@ def export_hf(
     *,
     source_hf_dir: str | Path,
     dtype: torch.dtype | None = None,
+    form: Form = "plain",
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     max_bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     rank: int | None = None,
@@ -57,14 +62,16 @@ def export_hf(
     """Write the model to the new directory `out_dir`. Collective; the first rank writes, and all fail if one does.
 
     Config, tokenizer and chat template are those of `source_hf_dir`. `dtype` defaults to the type of that checkpoint;
-    tensors that have a type of their own keep the one they have there.
+    tensors that have a type of their own keep the one they have there. With the form `fp8`, the weights that are FP8 in
+    `source_hf_dir` are written so again (`formats.encode.Fp8`), in the bytes that they have there if they have not
+    changed; otherwise nothing is quantised.
     The files are written to a hidden directory beside `out_dir` that takes its name when it is whole, so that an
     interrupted export is never taken for a finished one. When this returns, on any rank, the directory is there.
     Weights whose all-gather is pending in an optimizer must be brought up to date by the caller first.
 
     Raises:
-        UserError: `out_dir` is not empty, files are missing from `source_hf_dir`, a parameter does not fit the layout,
-            or another rank stopped.
+        UserError: `out_dir` is not empty, files are missing from `source_hf_dir` or it is not FP8 where that form is
+            asked for, a parameter does not fit the layout, or another rank stopped.
         OSError: the disk is full or cannot be written.
     """
     out = Path(out_dir)
@@ -75,15 +82,19 @@ def export_hf(
     types = {t.name: getattr(torch, t.dtype) for t in tensors if t.dtype}
     partial: Path | None = None
     writer: SafetensorsWriter | None = None
+    encoder: Encoder = Plain()
     with ExitStack() as cleanup:
         with agree(f"preparing the export to {out}", group=group):
             parameters = global_parameters(chunks, spec, layout, rank)
             if rank == 0:
                 check_place(out, Path(source_hf_dir))
+                if form == "fp8":
+                    encoder = Fp8(CheckpointScales(cleanup.enter_context(SafetensorsDir(source_hf_dir))))
                 partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.partial-"))
                 cleanup.callback(shutil.rmtree, partial, ignore_errors=True)
-                _carry_files(Path(source_hf_dir), partial, dtype, drops_mtp=spec.mtp == "drop")
-                writer = cleanup.enter_context(SafetensorsWriter(partial, tensors, dtype, max_shard_bytes))
+                _carry_files(Path(source_hf_dir), partial, dtype, encoder, drops_mtp=spec.mtp == "drop")
+                files = SafetensorsWriter(partial, encoder.stored_tensors(tensors), dtype, max_shard_bytes)
+                writer = cleanup.enter_context(files)
         buckets = cleanup.enter_context(
             closing(
                 iter_hf_tensors(parameters, spec, layout, rank, dtype=dtype, group=group, max_bytes=max_bucket_bytes)
@@ -92,7 +103,8 @@ def export_hf(
         for bucket in buckets:
             for name, value in bucket.items():
                 if writer is not None and value is not None:
-                    writer.write(name, value.to(types.get(name, dtype)))
+                    for stored, part in encoder.encode(name, value.to(types.get(name, dtype))).items():
+                        writer.write(stored, part)
         with agree(f"writing {out}", group=group):
             if writer is not None and partial is not None:
                 writer.close()
@@ -117,7 +129,7 @@ def _with_stored_types(tensors: Sequence[HfTensor], source: Path) -> list[HfTens
     return [replace(t, dtype=types.get(t.name, t.dtype)) if t.dtype else t for t in tensors]
 
 
-def _carry_files(source: Path, partial: Path, dtype: torch.dtype, *, drops_mtp: bool) -> None:
+def _carry_files(source: Path, partial: Path, dtype: torch.dtype, encoder: Encoder, *, drops_mtp: bool) -> None:
     for name in CARRIED_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, partial / name)
@@ -128,9 +140,9 @@ def _carry_files(source: Path, partial: Path, dtype: torch.dtype, *, drops_mtp: 
     changes: dict[str, object] = dict.fromkeys(names, stored)
     if drops_mtp:
         changes |= {name: 0 for name in ("num_nextn_predict_layers", "num_mtp_layers") if name in config}
-    if any(config.get(name) != value for name, value in changes.items()):
-        config.update(changes)
-        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    changed = encoder.config(config | changes)
+    if changed != config:
+        path.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 
 def _publish(partial: Path, out: Path) -> None:

@@ -1,50 +1,41 @@
-"""Reading a safetensors checkpoint, sharded or not: names, shapes and types at once, data only where it is asked for.
+"""Reading a safetensors checkpoint, sharded or not, quantised or not: names and shapes at once, data where asked for.
 
-File format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, the data).
+Quantised weights appear under the model's own names as bfloat16, and are dequantised as they are read; their scales do
+not appear. `formats` has the forms.
 """
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from moe_asyncrl.checkpoint.formats.logical import logical_views
+from moe_asyncrl.checkpoint.formats.raw import INDEX, SINGLE, RawFiles, StoredTensor, has_weights
 from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.models.hf_config import quantization_of
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_MAX_HEADER = 512 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """What the header of a file says about one tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    file: Path
+__all__ = ["INDEX", "SINGLE", "SafetensorsDir", "StoredTensor", "has_weights"]
 
 
 class SafetensorsDir:
     """An open checkpoint. Use as a context manager; files stay open until the end.
 
+    `raw` has the tensors as they are stored, scales among them.
+
     Raises:
-        UserError: no checkpoint in the directory, a missing or truncated file, an index that disagrees with its files.
+        UserError: no checkpoint in the directory, a missing or truncated file, an index that disagrees with its files,
+            quantised weights that are incomplete or that `config.json` does not announce.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self.tensors: Mapping[str, StoredTensor] = MappingProxyType(_read_headers(self.directory))
-        self._open: dict[Path, Any] = {}
+        self.raw = RawFiles(self.directory)
+        self.quantization = quantization_of(self.directory)
+        self._views = logical_views(self.raw.tensors, self.quantization, self.directory)
+        self.tensors: Mapping[str, StoredTensor] = MappingProxyType({n: v.tensor for n, v in self._views.items()})
 
     def __enter__(self) -> SafetensorsDir:
         return self
@@ -52,7 +43,7 @@ class SafetensorsDir:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.clear()
+        self.raw.close()
 
     def check_shape(self, name: str, expected: tuple[int, ...]) -> None:
         """Raise UserError unless tensor `name` exists and has the expected shape."""
@@ -65,93 +56,14 @@ class SafetensorsDir:
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> torch.Tensor:
         """The tensor, or the rectangle of it that `slices` names; nothing outside of it is read from the file.
 
-        Raises UserError if there is no such tensor or its file cannot be read.
+        Of quantised weights, whole blocks of scales. The result may be a strided view. Raises UserError if there is no
+        such tensor, its file cannot be read, or a dequantised value is not finite.
         """
-        stored = self._stored(name)
-        try:
-            handle = self._open.get(stored.file)
-            if handle is None:
-                handle = self._open[stored.file] = safe_open(stored.file, framework="pt")
-            if slices is None:
-                value = handle.get_tensor(name)
-            else:
-                # The library takes no steps: the run around them is read, and thinned here.
-                value = handle.get_slice(name)[tuple(slice(s.start, s.stop) for s in slices)]
-                value = value[tuple(slice(None, None, s.step) for s in slices)]
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{stored.file}: cannot read tensor {name}: {error}") from error
-        assert isinstance(value, torch.Tensor)
-        return value
+        self._stored(name)
+        return self._views[name].read(self.raw, slices)
 
     def _stored(self, name: str) -> StoredTensor:
         stored = self.tensors.get(name)
         if stored is None:
             raise UserError(f"{self.directory}: tensor {name} is not in the checkpoint")
         return stored
-
-
-def has_weights(directory: Path) -> bool:
-    """Whether there are safetensors files in it, whole or not."""
-    return (directory / INDEX).is_file() or (directory / SINGLE).is_file()
-
-
-def _read_headers(directory: Path) -> dict[str, StoredTensor]:
-    if not directory.is_dir():
-        raise UserError(f"model directory {directory} does not exist")
-    if not (directory / INDEX).is_file():
-        if not (directory / SINGLE).is_file():
-            raise UserError(f"{directory} has neither {SINGLE} nor {INDEX}: only safetensors checkpoints can be read")
-        return {t.name: t for t in _read_header(directory / SINGLE)}
-    weight_map = _read_weight_map(directory / INDEX)
-    tensors: dict[str, StoredTensor] = {}
-    for name in sorted(set(weight_map.values())):
-        path = directory / name
-        if not path.is_file():
-            raise UserError(f"{directory / INDEX} names {name}, which does not exist")
-        for tensor in _read_header(path):
-            if weight_map.get(tensor.name) != name:
-                told = f"puts into {weight_map[tensor.name]}" if tensor.name in weight_map else "does not name"
-                raise UserError(f"{path} holds tensor {tensor.name}, which {INDEX} {told}")
-            tensors[tensor.name] = tensor
-    for tensor_name, name in weight_map.items():
-        if tensor_name not in tensors:
-            raise UserError(f"{directory / INDEX} puts tensor {tensor_name} into {name}, which does not hold it")
-    return tensors
-
-
-def _read_weight_map(path: Path) -> dict[str, str]:
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()) or not weight_map:
-        raise UserError(f"{path} has no `weight_map` from tensor names to file names")
-    for name in set(weight_map.values()):
-        if Path(name).name != name:
-            raise UserError(f"{path} names the file {name!r}, which is not a plain file name in its directory")
-    return weight_map
-
-
-def _read_header(path: Path) -> list[StoredTensor]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER
-        if length >= _MAX_HEADER or 8 + length > size:
-            raise UserError(f"{path} is not a complete safetensors file: {size} bytes, header cut short or damaged")
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            entries = [(k, v["dtype"], tuple(v["shape"]), v["data_offsets"]) for k, v in header.items()]
-            end = max((int(offsets[1]) for *_, offsets in entries), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise UserError(f"{path} has a damaged safetensors header: {error}") from error
-    if 8 + length + end != size:
-        raise UserError(f"{path} is truncated or damaged: {size} bytes, its header promises {8 + length + end}")
-    tensors = []
-    for name, dtype, shape, _ in entries:
-        if dtype not in _DTYPES:
-            raise UserError(f"{path}: tensor {name} has type {dtype}, only {', '.join(_DTYPES)} are supported")
-        tensors.append(StoredTensor(name, shape, _DTYPES[dtype], path))
-    return tensors

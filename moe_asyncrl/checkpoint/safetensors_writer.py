@@ -16,10 +16,10 @@ from types import TracebackType
 
 import torch
 
-from moe_asyncrl.checkpoint.safetensors_dir import INDEX, SINGLE
+from moe_asyncrl.checkpoint.formats.raw import DTYPES, INDEX, SINGLE
 from moe_asyncrl.models.algebra import HfTensor
 
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class SafetensorsWriter:

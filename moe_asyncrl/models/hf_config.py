@@ -12,6 +12,7 @@ from typing import Any
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.families import FAMILIES
 from moe_asyncrl.models.hf_fields import HfFields
+from moe_asyncrl.models.quantization import Quantization, read_quantization
 from moe_asyncrl.models.spec import ModelSpec
 
 
@@ -36,6 +37,17 @@ def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:
     fields = HfFields(config, source)
     fields.refuse_unsupported(windows=family.windows)
     return family.read_spec(fields)
+
+
+def quantization_of(directory: Path) -> Quantization | None:
+    """How the `config.json` of a directory says that its weights are quantised; None if it does not, or is not there.
+
+    Raises UserError for a form that is not read here.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        return None
+    return read_quantization(_read_object(path), HfFields({}, str(path)).fail)
 
 
 def architecture_of(config: Mapping[str, Any], source: str) -> str:

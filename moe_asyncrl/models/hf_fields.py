@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.models.quantization import LOGICAL_DTYPE, read_quantization
 
 _REQUIRED: Any = object()
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -75,10 +76,14 @@ class HfFields:
         return ids
 
     def torch_dtype(self) -> str:
-        """The stored type: `dtype` (transformers 5) or `torch_dtype` (before); `float32` where absent."""
+        """The type of the weights: `dtype` (transformers 5) or `torch_dtype` (before).
+
+        Where absent it is `float32`, or what quantised weights are read as.
+        """
         name, value = self._first(("dtype", "torch_dtype"))
-        if value is None:
-            return "float32"
+        quantized = bool(self.config.get("quantization_config"))
+        if value is None or (quantized and value == "float8_e4m3fn"):
+            return LOGICAL_DTYPE if quantized else "float32"
         if value not in _DTYPES:
             raise self.fail(f"`{name}` {value!r} is not one of {', '.join(_DTYPES)}")
         return str(value)
@@ -89,8 +94,7 @@ class HfFields:
         `windows`: the family reads sliding windows itself. Rotary positions are `hf_rope`'s to judge.
         """
         config = self.config
-        if config.get("quantization_config"):
-            raise self.fail("`quantization_config` is set: quantized weights are not supported; use the original ones")
+        read_quantization(config, self.fail)
         if config.get("use_sliding_window"):
             raise self.fail("`use_sliding_window` is true: sliding-window attention is not supported")
         layer_types = config.get("layer_types") or []

@@ -95,7 +95,16 @@ def test_dense_layers_among_experts() -> None:
         ({"eos_token_id": 151936}, "`eos_token_id` 151936 is outside the vocabulary of 151936"),
         ({"norm_topk_prob": "yes"}, "`norm_topk_prob` must be true or false"),
         ({"torch_dtype": "float8_e4m3fn"}, "`torch_dtype` 'float8_e4m3fn' is not one of"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "`quantization_config` is set"),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4}},
+            "method 'awq': only fp8 .* and mxfp4 are",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, "`quantization_config.weight_block_size` is None"),
+        ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "`quantization_config.fmt` 'e5m2' is not"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
+            "`quantization_config.activation_scheme` 'static' is not supported: only dynamic is",
+        ),
         ({"use_sliding_window": True, "sliding_window": 4096}, "sliding-window attention is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "`layer_types` has sliding_attention"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "`rope_scaling` asks for 'yarn'"),
