@@ -105,6 +105,8 @@ class ScaleFolder:
         )
         if found is None or found.method != "fp8":
             raise UserError(f"{path}: `quantization_config` is not that of FP8 weights")
+        self._file = opened
+        self._names = frozenset(opened.keys())
         self.quantization = found
         self.weights: Mapping[str, tuple[int, ...]] = listed.weights
         missing = sorted(name for name in self.weights if name + fp8.SCALE_SUFFIX not in self._names)
