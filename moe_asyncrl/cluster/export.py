@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,14 @@ from moe_asyncrl.config.capability import Capabilities
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.telemetry.run_folder import RunFolder
+from moe_asyncrl.train.checkpoint_folder import SIDE_FILE, complete_steps, folder_of, newest_complete, read_info
+
+if TYPE_CHECKING:
+    from moe_asyncrl.train.build import TrainState
+
+log = logging.getLogger(__name__)
+ATTEMPTS = 3
+"""Checkpoints tried: a run that goes on removes older ones."""
 
 
 def export_run(run: str, out: str, *, step: int | None = None) -> Path:
@@ -31,19 +41,10 @@ def _export(folder: RunFolder, recipe: Recipe, out: Path, step: int | None) -> P
     from moe_asyncrl.models.layout import Layout
     from moe_asyncrl.models.spec import ModelSpec
     from moe_asyncrl.train.build import build_train_state
-    from moe_asyncrl.train.checkpoint import load
-    from moe_asyncrl.train.checkpoint_folder import folder_of, newest_complete, read_info
     from moe_asyncrl.train.parallel import ParallelRuntime
 
     check_place(out, Path(recipe.model.path))
-    if step is None:
-        newest = newest_complete(folder.checkpoints)
-        if newest is None:
-            raise UserError(f"{folder.path}: no complete checkpoint to export")
-        source = newest[0]
-    else:
-        source = folder_of(folder.checkpoints, step)
-        read_info(source)
+    choose(folder, step)
     spec = ModelSpec.from_hf(recipe.model.path).with_mtp(recipe.model.mtp)
     capabilities = Capabilities()
     layout = Layout()
@@ -52,8 +53,53 @@ def _export(folder: RunFolder, recipe: Recipe, out: Path, step: int | None) -> P
         runtime.setup(layout)
         dtype: torch.dtype = getattr(torch, recipe.model.dtype)
         state = build_train_state(spec, layout, capabilities, recipe.optimizer, rank=0, dtype=dtype)
-        load(state, source)
+        read(state, folder, step)
         export_hf(state.model.chunks, spec, layout, out, source_hf_dir=recipe.model.path, dtype=dtype)
     finally:
         runtime.close()
     return out
+
+
+def choose(folder: RunFolder, step: int | None) -> Path:
+    """Folder of the complete checkpoint of `step`, the newest one if not given.
+
+    Raises `UserError` if there is none; it lists those that there are.
+    """
+    if step is None:
+        newest = newest_complete(folder.checkpoints)
+        if newest is None:
+            raise UserError(f"{folder.path}: no complete checkpoint to export")
+        return newest[0]
+    chosen = folder_of(folder.checkpoints, step)
+    try:
+        read_info(chosen)
+    except UserError as error:
+        others = ", ".join(map(str, complete_steps(folder.checkpoints))) or "none"
+        why = f" ({error})" if chosen.exists() else ""
+        raise UserError(
+            f"{folder.path}: no complete checkpoint of step {step}{why}; complete ones are of steps: {others}"
+        ) from None
+    return chosen
+
+
+def read(state: TrainState, folder: RunFolder, step: int | None) -> None:
+    """Read the checkpoint of `step` into `state`; of a run that goes on, the newest one of the moment that stays.
+
+    Raises `UserError` if it cannot be read, or was removed meanwhile.
+    """
+    from moe_asyncrl.train.checkpoint import load
+
+    for _ in range(ATTEMPTS):
+        source = choose(folder, step)
+        try:
+            load(state, source)
+        except UserError:
+            if (source / SIDE_FILE).exists():
+                raise
+            log.info("%s was removed while it was read", source)
+        else:
+            return
+    raise UserError(
+        f"{source}: removed by the run while it was read, as newer ones came; "
+        "raise checkpoint.keep or checkpoint.keep_every, or export another step"
+    )

@@ -312,8 +312,12 @@ class Checkpoint(Section, frozen=True, kw_only=True):
 
     every: Annotated[int, Meta(ge=0)] = 0
     """Steps between checkpoints; 0 writes only the last one."""
+    asynchronous: bool = True
+    """Train on while a checkpoint is written, from a copy of it in host memory; else wait for the disk."""
     keep: Annotated[int, Meta(ge=1)] = 2
     """Complete checkpoints kept."""
+    keep_every: Annotated[int, Meta(ge=0)] = 0
+    """Checkpoints of steps that are a multiple of this are kept as well, all of them; 0 for none."""
 
 
 class Eval(Section, frozen=True, kw_only=True):

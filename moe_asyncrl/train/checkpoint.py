@@ -9,6 +9,7 @@ a step is random (there is no dropout), so there is no generator to save.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +18,67 @@ import torch.distributed as dist
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.train.build import TrainState
 from moe_asyncrl.train.checkpoint_folder import CheckpointInfo, folder_of, make_room, read_info, retain, seal
+from moe_asyncrl.train.checkpoint_write import Note, Writing, plan_and_copy
 from moe_asyncrl.train.passes import ModelOnRank
 from moe_asyncrl.weights.agree import agree
 
 
-def save(state: TrainState, checkpoints: Path, info: CheckpointInfo, *, keep: int) -> Path:
+@dataclass(frozen=True)
+class Begun:
+    """A checkpoint that is being written, and what its side file will say."""
+
+    writing: Writing
+    info: CheckpointInfo
+
+
+def save(state: TrainState, checkpoints: Path, info: CheckpointInfo, *, keep: int, keep_every: int = 0) -> Path:
     """Write the checkpoint of `info.step`; every rank calls this. Returns its folder.
 
     Raises:
         UserError: a rank could not write; the folder is then not a complete checkpoint.
     """
-    return _write(lambda: _saved(state, is_loading=False)[0], checkpoints, info, keep=keep)
+    return finish(begin(state, checkpoints, info), keep=keep, keep_every=keep_every)
 
 
 def save_weights(model: ModelOnRank, checkpoints: Path, info: CheckpointInfo) -> Path:
     """Write the weights alone, as the one checkpoint in `checkpoints`; otherwise as `save`."""
-    return _write(lambda: _weights(model.chunks), checkpoints, info, keep=1)
+    return finish(_begin(lambda: _weights(model.chunks), checkpoints, info), keep=1)
 
 
-def _write(content: Callable[[], dict[str, Any]], checkpoints: Path, info: CheckpointInfo, *, keep: int) -> Path:
-    from megatron.core import dist_checkpointing
+def begin(state: TrainState, checkpoints: Path, info: CheckpointInfo, note: Note | None = None) -> Begun:
+    """Copy what this rank has to write of `info.step` and begin to write it; every rank calls this.
 
-    first = dist.get_rank() == 0
-    with agree(f"making room for the checkpoint of step {info.step}"):
-        folder = make_room(checkpoints, info.step) if first else folder_of(checkpoints, info.step)
-    with agree(f"writing the checkpoint of step {info.step}"):
-        try:
-            dist_checkpointing.save(content(), str(folder))
-        except OSError as e:
-            raise UserError(f"{folder}: the checkpoint cannot be written: {e}") from e
-    with agree(f"completing the checkpoint of step {info.step}"):
-        if first:
-            seal(folder, info)
-            retain(checkpoints, keep)
+    Afterwards training may go on: the checkpoint holds the state of this moment. It is none before `finish`.
+    """
+    return _begin(lambda: _saved(state, is_loading=False)[0], checkpoints, info, note)
+
+
+def finish(begun: Begun, *, keep: int, keep_every: int = 0, stall_s: float = 600.0) -> Path:
+    """Wait until all ranks have written, make the folder a checkpoint and remove older ones; every rank calls this.
+
+    Raises:
+        UserError: a rank could not write, or wrote nothing for `stall_s` seconds.
+    """
+    folder = begun.writing.folder
+    begun.writing.wait(stall_s)
+
+    def last() -> None:
+        seal(folder, begun.info)
+        retain(folder.parent, keep, keep_every)
+
+    begun.writing.complete(last)
     return folder
+
+
+def _begin(
+    content: Callable[[], dict[str, Any]], checkpoints: Path, info: CheckpointInfo, note: Note | None = None
+) -> Begun:
+    what = f"the checkpoint of step {info.step}"
+    with agree(f"making room for {what}"):
+        folder = make_room(checkpoints, info.step) if dist.get_rank() == 0 else folder_of(checkpoints, info.step)
+    writing = plan_and_copy(content(), folder, what, note)
+    writing.start()
+    return Begun(writing, info)
 
 
 def load(state: TrainState, folder: Path) -> CheckpointInfo:
@@ -147,6 +175,10 @@ def _named(chunks: list[Any]) -> dict[str, Any]:
 
 
 def _parts(optimizer: Any) -> list[Any]:
-    """Megatron-Core's optimizers on this rank that hold parameters: one for dense weights, one for experts."""
+    """Megatron-Core's optimizers on this rank that hold parameters: one for dense weights, one for experts.
+
+    A pipeline stage without experts has one for them all the same, with nothing in it. Asked are the buffers of the
+    stage, which its data-parallel ranks share: a rank whose own part of them is empty must still join the others.
+    """
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+    return [part for part in parts if not getattr(part, "is_stub_optimizer", False) and part.buffers]

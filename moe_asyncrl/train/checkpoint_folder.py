@@ -2,11 +2,13 @@
 
 A checkpoint is a folder `step-00000012` whose `trainer.json` is written last and atomically, and lists the size of
 every other file. A folder without it, or with a file that is missing or short, is not a checkpoint: a save was
-interrupted.
+interrupted. Older checkpoints go only when the newer one is on the disk for good, so that at every moment one of them
+can be read.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -51,15 +53,21 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 
 def seal(folder: Path, info: CheckpointInfo) -> None:
-    """Make a folder whose other files are all written a checkpoint."""
-    files = {
-        str(path.relative_to(folder)): path.stat().st_size
+    """Make a folder whose other files are all written a checkpoint, which no crash of the machine undoes."""
+    found = [
+        path
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != SIDE_FILE and not path.name.startswith(".")
-    }
+        if path.is_file() and path.name != SIDE_FILE and not path.name.endswith(".tmp")
+    ]
+    for path in found:
+        _sync(path)
+    _sync(folder)
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in found}
     write_atomic(
         folder / SIDE_FILE, msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(info, files=files)))
     )
+    _sync(folder)
+    _sync(folder.parent)
 
 
 def read_info(folder: Path) -> CheckpointInfo:
@@ -108,19 +116,30 @@ def make_room(checkpoints: Path, step: int) -> Path:
     return folder
 
 
-def retain(checkpoints: Path, keep: int) -> None:
-    """Remove all but the `keep` newest complete checkpoints, and interrupted saves older than the newest of those."""
-    complete: list[int] = []
-    entries = numbered(checkpoints)
-    for step, folder in entries:
+def complete_steps(checkpoints: Path) -> list[int]:
+    """Steps of the complete checkpoints, rising."""
+    found = []
+    for step, folder in numbered(checkpoints):
         try:
             read_info(folder)
         except UserError:
             continue
-        complete.append(step)
-    kept = set(complete[-keep:])
-    for step, folder in entries:
-        if step not in kept and complete and step < complete[-1]:
+        found.append(step)
+    return found
+
+
+def retain(checkpoints: Path, keep: int, keep_every: int = 0) -> None:
+    """Remove complete checkpoints but for the `keep` newest, and interrupted saves older than the newest of those.
+
+    With `keep_every` above 0, those of its multiples stay too. What is newer than the newest complete one may be
+    under way and is left alone.
+    """
+    complete = complete_steps(checkpoints)
+    if not complete:
+        return
+    kept = set(complete[-keep:]) | {step for step in complete if keep_every > 0 and step % keep_every == 0}
+    for step, folder in numbered(checkpoints):
+        if step not in kept and step < complete[-1]:
             _remove(folder)
 
 
@@ -129,3 +148,11 @@ def _remove(folder: Path) -> None:
     if folder.exists():
         (folder / SIDE_FILE).unlink(missing_ok=True)
         shutil.rmtree(folder)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -3,6 +3,9 @@
     every rank:   follow the first rank's order ─▶ fetch its share ─▶ step ─▶ publish ─▶ (checkpoint, probe) ─▶ follow …
     first rank:   also takes batches, says what was consumed, writes metrics
 
+A checkpoint is begun after a step and written while training goes on; whether it is on the disk is asked whenever it is
+asked whether to stop.
+
 Whether to stop is asked of all ranks at the boundary of a step, so that a signal to any of them ends all of them there.
 """
 
@@ -70,8 +73,20 @@ class Measure(Protocol):
         ...
 
 
-Save = Callable[[int, Cursor, Counters], None]
-"""Writes the checkpoint of a step; collective."""
+class Saver(Protocol):
+    """Writes checkpoints; all calls are collective. Each raises `UserError` if one could not be written."""
+
+    def save(self, step: int, cursor: Cursor, counters: Counters, /) -> None:
+        """Begin the checkpoint of a step, which holds the weights of this moment."""
+        ...
+
+    def poll(self) -> None:
+        """Complete what was begun if it is written by now."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for what was begun, and complete it."""
+        ...
 
 
 @dataclass
@@ -85,7 +100,7 @@ class TrainRun:
     lockstep: Lockstep
     stop_asked: Callable[[], bool]
     """Whether this process got a signal to stop."""
-    save: Save
+    saver: Saver
     publish: Publish | None = None
     """None where there are no engines (supervised runs)."""
     measure: Measure | None = None
@@ -94,7 +109,7 @@ class TrainRun:
     cursor: Cursor = field(default_factory=Cursor)
     counters: Counters = field(default_factory=Counters)
     saved: int | None = None
-    """Step of the newest complete checkpoint: never written again, as that would be without one for a moment."""
+    """Step of the newest checkpoint, complete or begun: never written again, as that would be without it meanwhile."""
 
     @property
     def rank(self) -> int:
@@ -112,7 +127,8 @@ class TrainRun:
             self.folder.metrics.append({"kind": kind, "time": time.time(), **fields})
 
     def should_stop(self) -> bool:
-        """Whether any rank was asked to stop. Collective."""
+        """Look after the checkpoint under way; then, whether any rank was asked to stop. Collective."""
+        self.saver.poll()
         flag = torch.tensor([float(self.stop_asked())], device=collective_device())
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
@@ -151,6 +167,7 @@ def supervised_loop(run: TrainRun, examples: Examples, *, start: int) -> Ended:
         done = supervised_step(run, examples, step, size=r.warmup.batch_size, lr=rate(r, step), name="step")
         run.record("step", step=step + 1, version=step + 1, reward=None, **_step_fields(done))
         _maybe_save(run, step + 1)
+    run.saver.finish()
     return "done"
 
 
@@ -221,6 +238,7 @@ def reinforce(run: TrainRun, *, start: int) -> Ended:
                 found = run.measure(step + 1)
             if found is not None:
                 record_probe(run, step + 1, found)
+    run.saver.finish()
     return "done"
 
 
@@ -290,16 +308,15 @@ def rate(recipe: Recipe, step: int) -> float:
 def _stopped(run: TrainRun, step: int) -> Ended:
     """Leave a checkpoint of the steps done."""
     save_once(run, step)
+    run.saver.finish()
     return "stopped"
 
 
 def save_once(run: TrainRun, step: int) -> None:
-    """Write the checkpoint of `step` unless it is there."""
-    if run.saved == step:
-        return
-    with span(run.folder.events, f"trainer-{run.rank}", "checkpoint", step=step):
-        run.save(step, run.cursor, run.counters)
-    run.saved = step
+    """Begin the checkpoint of `step` unless it is there."""
+    if run.saved != step:
+        run.saver.save(step, run.cursor, run.counters)
+        run.saved = step
 
 
 def _maybe_save(run: TrainRun, step: int) -> None:

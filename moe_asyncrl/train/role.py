@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,6 +20,7 @@ from moe_asyncrl.data.messages import Counters, Cursor, Member
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.telemetry.run_folder import RunFolder
+from moe_asyncrl.train.checkpoint_folder import CheckpointInfo, folder_of, newest_complete, read_info
 from moe_asyncrl.train.identity import check_same_run, model_digest, recipe_digest
 
 if TYPE_CHECKING:
@@ -32,6 +34,12 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
     epoch: int = 0
     problem: str = ""
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """Step of the checkpoint that all ranks go on from; None to begin."""
+
+    step: int | None
 
 
 class StopFlag:
@@ -132,9 +140,9 @@ def _go(
     resources: ExitStack,
 ) -> None:
     from moe_asyncrl.train import checkpoint
-    from moe_asyncrl.train.checkpoint_folder import CheckpointInfo, newest_complete
     from moe_asyncrl.train.loop import TrainRun, reinforce, save_once, supervised_loop, warm_up
     from moe_asyncrl.train.reference import open_reference
+    from moe_asyncrl.train.saver import CheckpointSaver
     from moe_asyncrl.weights.agree import agree
 
     first = state.model.rank == 0
@@ -142,7 +150,7 @@ def _go(
         digest = recipe_digest(recipe)
     shape = model_digest(state.model.spec)
     start, cursor, counters = 0, Cursor(), Counters()
-    found = newest_complete(folder.checkpoints) if recipe.run.resume else None
+    found = _newest(folder, first, lockstep) if recipe.run.resume else None
     if found is not None:
         with agree("resuming"):
             check_same_run(found[1], recipe_digest=digest, model_digest=shape, folder=found[0])
@@ -150,24 +158,22 @@ def _go(
         start, cursor, counters = info.step, info.cursor, info.counters
         log.info("resumed after step %d from %s", start, found[0])
 
-    def save(step: int, cursor: Cursor, counters: Counters) -> None:
-        checkpoint.save(
-            state,
-            folder.checkpoints,
-            CheckpointInfo(
-                step=step,
-                version=step,
-                adam_steps=checkpoint.adam_steps(state.optimizer),
-                cursor=cursor,
-                counters=counters,
-                seed=recipe.run.seed,
-                recipe_digest=digest,
-                layout=str(state.model.layout),
-                model=shape,
-            ),
-            keep=recipe.checkpoint.keep,
+    def describe(step: int, cursor: Cursor, counters: Counters) -> CheckpointInfo:
+        return CheckpointInfo(
+            step=step,
+            version=step,
+            adam_steps=checkpoint.adam_steps(state.optimizer),
+            cursor=cursor,
+            counters=counters,
+            seed=recipe.run.seed,
+            recipe_digest=digest,
+            layout=str(state.model.layout),
+            model=shape,
         )
 
+    saver = CheckpointSaver(
+        state, folder.checkpoints, describe, recipe.checkpoint, folder.events, stall_s=recipe.trainer.timeout_s
+    )
     work = TrainRun(
         recipe=recipe,
         folder=folder,
@@ -175,7 +181,7 @@ def _go(
         client=client,
         lockstep=lockstep,
         stop_asked=stop,
-        save=save,
+        saver=saver,
         cursor=cursor,
         counters=counters,
         saved=None if found is None else start,
@@ -202,6 +208,19 @@ def _go(
         reinforce(work, start=start)
     if first:
         client.set_phase("finishing")
+
+
+def _newest(folder: RunFolder, first: bool, lockstep: Any) -> tuple[Path, CheckpointInfo] | None:
+    """The newest complete checkpoint as the first rank sees it: on a shared disk another one may see another."""
+    from moe_asyncrl.weights.agree import agree
+
+    newest = newest_complete(folder.checkpoints) if first else None
+    step = lockstep.follow(Found(step=None if newest is None else newest[1].step), Found).step
+    if step is None:
+        return None
+    path = folder_of(folder.checkpoints, step)
+    with agree(f"reading {path}"):
+        return path, read_info(path)
 
 
 def _examples(recipe: Recipe, state: Any, first: bool) -> Any:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from moe_asyncrl.config.recipe import Optimizer
 from moe_asyncrl.data.messages import Counters, Cursor
 from moe_asyncrl.models.layout import Layout
+from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.train.checkpoint_folder import CheckpointInfo
 from tests.pool.machine import CPU
 from tests.train.parity_jobs import tiny_spec
@@ -21,11 +22,17 @@ SETTINGS = Optimizer(lr=1e-2, weight_decay=0.1, clip_grad=0.5)
 
 
 def new_state(
-    layout: Layout, *, changes: dict[str, Any], dtype: torch.dtype = torch.float32, settings: Optimizer = SETTINGS
+    layout: Layout,
+    *,
+    changes: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    settings: Optimizer = SETTINGS,
+    spec: ModelSpec | None = None,
 ) -> Any:
+    """A trainer of `spec`; without one, of the parity tests' model with `changes`."""
     from moe_asyncrl.train.build import build_train_state
 
-    state = build_train_state(tiny_spec(**changes), layout, CPU, settings, rank=dist.get_rank(), dtype=dtype)
+    state = build_train_state(spec or tiny_spec(**changes), layout, CPU, settings, rank=dist.get_rank(), dtype=dtype)
     fill(state.model.chunks, vocab_size=state.model.spec.vocab_size)
     state.optimizer.reload_model_params()
     return state
@@ -72,16 +79,21 @@ def train(
     *,
     steps: tuple[int, ...],
     changes: dict[str, Any] | None = None,
+    spec: ModelSpec | None = None,
     resume: str | None = None,
     save: str | None = None,
     then: tuple[int, ...] = (),
     bf16: bool = False,
     wrong_adam_steps: bool = False,
+    done: int | None = None,
 ) -> dict[str, Any]:
-    """Train `steps`, from scratch or from the checkpoint at `resume`; save under `save`; train `then`."""
+    """Train `steps`, from scratch or from the checkpoint at `resume`; save under `save`; train `then`.
+
+    `done`: steps that are done when it saves, if not as many as `steps` has.
+    """
     from moe_asyncrl.train import checkpoint
 
-    state = new_state(layout, changes=changes or {}, dtype=torch.bfloat16 if bf16 else torch.float32)
+    state = new_state(layout, changes=changes or {}, dtype=torch.bfloat16 if bf16 else torch.float32, spec=spec)
     info = None
     if resume is not None:
         info = checkpoint.load(state, Path(resume))
@@ -92,6 +104,6 @@ def train(
     log = [one_step(state, step) for step in steps]
     folder = None
     if save is not None:
-        folder = checkpoint.save(state, Path(save), info_of(state, len(steps)), keep=2)
+        folder = checkpoint.save(state, Path(save), info_of(state, len(steps) if done is None else done), keep=2)
     log += [one_step(state, step) for step in then]
     return {"log": log, "info": info, "weights": weights(state), "folder": str(folder)}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,17 @@ from tests.pool.machine import CPU
 from tests.train.checkpoint_jobs import weights
 
 
-def go(layout: Layout, *, run: str, stop_after: int | None = None) -> dict[str, Any]:
-    """Run the trainer of the run folder `run`; the last rank alone is asked to stop, after `stop_after` steps."""
+def go(
+    layout: Layout, *, run: str, stop_after: int | None = None, hold: int | None = None, dies: bool = False
+) -> dict[str, Any]:
+    """Run the trainer of the run folder `run`; the last rank alone is asked to stop, after `stop_after` steps.
+
+    No byte of the checkpoint of step `hold` is written before the step after it is done; then, if it `dies`, the last
+    rank is killed instead.
+    """
     from moe_asyncrl.train import role
     from moe_asyncrl.train.build import build_train_state
+    from moe_asyncrl.train.checkpoint_write import Writing
     from moe_asyncrl.train.publish import PublishReport
     from moe_asyncrl.weights.lockstep import Lockstep
 
@@ -37,6 +47,10 @@ def go(layout: Layout, *, run: str, stop_after: int | None = None) -> dict[str, 
             if rank == 0:
                 client.commit(version, (), ())
             published.append((version, _steps_of(folder, rank)))
+            if hold is not None and version == hold + 1:
+                if dies and rank == world - 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                released.set()
             return PublishReport(
                 version=version, seconds=0.0, pause_seconds=0.0, bytes=0, buckets=0, engines=(), lost={}
             )
@@ -46,6 +60,14 @@ def go(layout: Layout, *, run: str, stop_after: int | None = None) -> dict[str, 
     def stop() -> bool:
         return stop_after is not None and rank == world - 1 and _steps_of(folder, rank) - before >= stop_after
 
+    released, writes = threading.Event(), Writing._write
+
+    def write(writing: Writing) -> None:
+        if writing.what.endswith(f" step {hold}"):
+            released.wait()
+        writes(writing)
+
+    Writing._write = write  # type: ignore[method-assign]
     real, role._engines = role._engines, engines
     try:
         with ExitStack() as resources:
@@ -63,6 +85,8 @@ def go(layout: Layout, *, run: str, stop_after: int | None = None) -> dict[str, 
             phase = client.state().phase
     finally:
         role._engines = real
+        Writing._write = writes  # type: ignore[method-assign]
+        released.set()
     return {"published": published, "weights": weights(state), "phase": phase}
 
 

@@ -15,11 +15,13 @@ from moe_asyncrl.train import checkpoint_folder as folders
 from tests.pool.pool import WorkerPool
 from tests.train.sharded import assemble
 from tests.train.step_jobs import deviation
+from tests.train.test_family_gradients import FAMILIES
 
 TOLERANCE = 1e-6
 JOB = "tests.train.checkpoint_jobs:train"
 EP2, EP2PP2 = Layout(dp=2, ep=2), Layout(pp=2, dp=2, ep=2)
 # The first of two stages has no MoE layer at all: ranks have different optimizers.
+UNEVEN_EP2PP2 = Layout(pp=2, dp=2, ep=2, stage_layers=(1, 3))
 UNEVEN = {"moe_layers": (False, False, True, True)}
 
 
@@ -35,7 +37,9 @@ def worst(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> float:
     [
         (EP2PP2, (EP2PP2, Layout(), EP2, Layout(tp=2, ep=2)), {}),
         (Layout(), (EP2, Layout(pp=2, vpp=2)), {}),
+        (Layout(pp=2, vpp=2), (Layout(tp=2, ep=2),), {}),
         (Layout(pp=2), (Layout(),), UNEVEN),
+        (UNEVEN_EP2PP2, (Layout(), EP2PP2), {}),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -52,6 +56,31 @@ def test_the_step_after_a_resume_is_that_of_the_uninterrupted_run(
         assert info.counters == Counters(sampled=20, trained=16)
     lost = pool.run(JOB, layout=layout, steps=(2,), resume=whole[0]["folder"], changes=changes, wrong_adam_steps=True)
     assert worst(lost, whole) > 100 * TOLERANCE, "an optimizer that starts anew would be seen"
+
+
+def test_from_layout_to_layout_nothing_is_lost(pool: WorkerPool, tmp_path: Path) -> None:
+    """Fault 22 among others: each life on another layout, with a step in each, against a life that never changed."""
+    whole = pool.run(JOB, layout=EP2PP2, steps=(0, 1), save=str(tmp_path / "a"), then=(2, 3))
+    single = pool.run(JOB, layout=Layout(), steps=(2,), resume=whole[0]["folder"], save=str(tmp_path / "b"), done=3)
+    last = pool.run(JOB, layout=Layout(tp=2, ep=2), steps=(3,), resume=single[0]["folder"])
+    assert last[0]["info"].step == last[0]["info"].adam_steps == 3
+    assert worst(last, whole) < 1e-5
+    # Planted: an optimizer that starts anew.
+    mixed = pool.run(JOB, layout=Layout(tp=2, ep=2), steps=(3,), resume=single[0]["folder"], wrong_adam_steps=True)
+    assert worst(mixed, whole) > 1e-3
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_families_with_biased_routers_resume_on_other_layouts(pool: WorkerPool, tmp_path: Path, family: str) -> None:
+    spec = FAMILIES[family]
+    whole = pool.run(JOB, layout=UNEVEN_EP2PP2, steps=(0, 1), save=str(tmp_path), then=(2,), spec=spec)
+    for other in (Layout(), Layout(tp=2, ep=2)):
+        resumed = pool.run(JOB, layout=other, steps=(2,), resume=whole[0]["folder"], spec=spec)
+        assert worst(resumed, whole) < 1e-5, other
+        biases = [name for name in assemble([r["weights"] for r in resumed]) if name.endswith("expert_bias")]
+        assert len(biases) == 3, "compared with the other weights"
+    lost = pool.run(JOB, layout=Layout(), steps=(2,), resume=whole[0]["folder"], spec=spec, wrong_adam_steps=True)
+    assert worst(lost, whole) > 1e-3
 
 
 def test_bfloat16_resumes_from_its_float32_weights(pool: WorkerPool, tmp_path: Path) -> None:
@@ -76,6 +105,11 @@ def test_a_damaged_checkpoint_is_one_clear_line(pool: WorkerPool, tmp_path: Path
 def sealed(root: Path, step: int) -> Path:
     folder = folders.make_room(root, step)
     (folder / "shard").write_bytes(b"x" * 10)
+    seal_again(folder, step)
+    return folder
+
+
+def seal_again(folder: Path, step: int) -> None:
     folders.seal(
         folder,
         folders.CheckpointInfo(
@@ -90,7 +124,6 @@ def sealed(root: Path, step: int) -> Path:
             model="",
         ),
     )
-    return folder
 
 
 def test_interrupted_saves_are_passed_over(tmp_path: Path) -> None:
@@ -121,3 +154,19 @@ def test_retention_keeps_the_newest_complete_ones(tmp_path: Path) -> None:
     folders.make_room(tmp_path, 9)  # may be under way
     folders.retain(tmp_path, 2)
     assert [step for step, _ in folders.numbered(tmp_path)] == [3, 5, 9]
+    for step in (10, 11, 12):
+        sealed(tmp_path, step)
+    folders.retain(tmp_path, 1, keep_every=5)
+    assert [step for step, _ in folders.numbered(tmp_path)] == [5, 10, 12]
+
+
+def test_a_lost_index_is_seen(tmp_path: Path) -> None:
+    folder = folders.make_room(tmp_path, 1)
+    (folder / ".metadata").write_bytes(b"x" * 10)
+    (folder / ".metadata.tmp").write_bytes(b"left over")
+    seal_again(folder, 1)
+    (folder / ".metadata.tmp").unlink()
+    assert list(folders.read_info(folder).files) == [".metadata"]
+    (folder / ".metadata").write_bytes(b"x" * 9)
+    with pytest.raises(UserError, match=r"\.metadata has 9 of 10 bytes"):
+        folders.read_info(folder)

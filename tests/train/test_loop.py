@@ -67,10 +67,16 @@ def steps_of(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def go(
-    pool: WorkerPool, folder: RunFolder, recipe: Recipe, *, change: Change = lambda t: t, **options: Any
+    pool: WorkerPool,
+    folder: RunFolder,
+    recipe: Recipe,
+    *,
+    change: Change = lambda t: t,
+    layout: Layout = EP2,
+    **options: Any,
 ) -> tuple[list[dict[str, Any]], Any]:
     with serving(folder, recipe, ModelSpec.from_hf(recipe.model.path), change=change) as service:
-        answers = pool.run(JOB, layout=EP2, run=str(folder.path), timeout_s=60, **options)
+        answers = pool.run(JOB, layout=layout, run=str(folder.path), timeout_s=60, **options)
     return answers, service
 
 

@@ -26,6 +26,8 @@ KINDS = {
     "probe": ("measures KL", "purple"),
     "eval": ("evaluates", "pink"),
     "checkpoint": ("saves", "grey"),
+    "checkpoint_write": ("writes the save to disk", "teal"),
+    "checkpoint_seal": ("completes the save", "grey"),
     "engine_start": ("starts", "grey"),
 }
 """Span -> what the role does, and its colour; in the order of the rows."""
