@@ -110,8 +110,9 @@ def _unused_mtp(stored: SafetensorsDir, spec: ModelSpec) -> frozenset[str]:
         return frozenset()
     found = frozenset(name for name in stored.tensors if is_of_mtp(spec, name))
     if found and spec.mtp == "unsaid":
+        place = f"behind layer {spec.num_layers - 1}" if min(found).startswith("model.layers.") else "under `mtp.`"
         raise UserError(
-            f"{stored.directory} holds {len(found)} tensors of {spec.mtp_layers} multi-token-prediction layers (behind "
-            f"layer {spec.num_layers - 1}); say what becomes of them: `drop` reads and writes the model without them"
+            f"{stored.directory} holds {len(found)} tensors of multi-token-prediction layers ({place}); say what "
+            "becomes of them: `drop` reads and writes the model without them"
         )
     return found

@@ -38,7 +38,7 @@ class HfTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A matrix or vector inside an HF tensor. The three steps are taken in the order of the fields."""
+    """A matrix or vector inside an HF tensor. The steps are taken in the order of the fields."""
 
     tensor: HfTensor
     index: int | None = None
@@ -48,13 +48,16 @@ class View:
     first: int = 0
     step: int = 1
     """Of the rows, every `step`-th from `first`: gate and up that alternate."""
+    count: int | None = None
+    """Of these, the first so many; None: all. Gate over up in one tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """As seen by the operation."""
         shape = self.tensor.shape if self.index is None else self.tensor.shape[1:]
         rows, *columns = reversed(shape) if self.transposed else shape
-        return (len(range(self.first, rows, self.step)), *columns)
+        found = len(range(self.first, rows, self.step))
+        return (found if self.count is None else self.count, *columns)
 
     def rectangle(self, rows: range, columns: tuple[range, ...]) -> tuple[range, ...]:
         """Where rows and columns of the view lie along each axis of the HF tensor."""

@@ -12,7 +12,7 @@ from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.spec import ModelSpec
 
 NOT_OF_THE_WEIGHTS = frozenset(
-    {"architecture", "max_position_embeddings", "eos_token_ids", "pad_token_id", "torch_dtype"}
+    {"architecture", "max_position_embeddings", "eos_token_ids", "pad_token_id", "torch_dtype", "mtp_form"}
 )
 """Fields that say nothing about what the weights compute."""
 

@@ -76,8 +76,21 @@ class GluSpec:
     offset: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpForm:
+    """How a checkpoint stores its multi-token-prediction layers. Checkpoints of one architecture differ in it."""
+
+    own_prefix: bool = False
+    """Under `mtp.`, with no copies of embedding and output layer, as Qwen3-Next has it; else as more decoder layers."""
+    stacked: bool = False
+    """All experts of a layer in two tensors, gate over up; else three tensors an expert."""
+    copies: bool = True
+    """With own copies of the embedding and the output layer. Only without a prefix of their own."""
+
+
 SOFTMAX = RouterSpec()
 SILU = GluSpec()
+BEHIND = MtpForm()
 
 Mtp = Literal["unsaid", "drop", "keep"]
 """What is done with multi-token-prediction weights: nobody said (a checkpoint that has some is refused), or a word."""

@@ -14,6 +14,7 @@ from moe_asyncrl.models.families import FAMILIES
 from moe_asyncrl.models.hf_fields import HfFields
 from moe_asyncrl.models.quantization import Quantization, read_quantization
 from moe_asyncrl.models.spec import ModelSpec
+from moe_asyncrl.models.stored_names import mtp_form, stored_names
 
 
 def read_spec(directory: Path) -> ModelSpec:
@@ -28,6 +29,8 @@ def read_spec(directory: Path) -> ModelSpec:
         ids = fields.token_ids("eos_token_id", spec.vocab_size) or spec.eos_token_ids
         pad = fields.token_ids("pad_token_id", spec.vocab_size)
         spec = replace(spec, eos_token_ids=ids, pad_token_id=pad[0] if pad else spec.pad_token_id)
+    if spec.mtp_layers:
+        spec = replace(spec, mtp_form=mtp_form(stored_names(directory), spec.num_layers, spec.mtp_layers))
     return spec
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moe_asyncrl.models.features import SILU, SOFTMAX, GluSpec, MlaSpec, Mtp, RopeScaling, RouterSpec
+from moe_asyncrl.models.features import BEHIND, SILU, SOFTMAX, GluSpec, MlaSpec, Mtp, MtpForm, RopeScaling, RouterSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +86,8 @@ class ModelSpec:
     """Multi-token-prediction layers that the config announces behind the last layer. No forward pass uses them."""
     mtp: Mtp = "unsaid"
     """What is done with their weights: see `with_mtp`."""
+    mtp_form: MtpForm = BEHIND
+    """How the checkpoint stores them, from the names of its tensors."""
 
     @classmethod
     def from_hf(cls, directory: str | Path) -> ModelSpec:

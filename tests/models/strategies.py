@@ -7,12 +7,14 @@ from typing import Any
 from hypothesis import strategies as st
 
 from moe_asyncrl.models.families import family_named
-from moe_asyncrl.models.features import GluSpec, MlaSpec, RouterSpec
+from moe_asyncrl.models.features import GluSpec, MlaSpec, Mtp, MtpForm, RouterSpec
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
 
 DENSE = ("qwen3", "llama")
 MOE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "minimax_m2")
+
+WITH_MTP = ("glm4_moe", "deepseek_v3")
 
 
 @st.composite
@@ -42,9 +44,12 @@ def layouts(draw: st.DrawFn, moe: bool, layers: int | None = None) -> Layout:
 
 @st.composite
 def specs_and_layouts(
-    draw: st.DrawFn, families: tuple[str, ...] = (*DENSE, *MOE), count: int = 1
+    draw: st.DrawFn, families: tuple[str, ...] = (*DENSE, *MOE), count: int = 1, mtp: Mtp | None = None
 ) -> tuple[ModelSpec, Any]:
-    """A model of one of `families` and a layout, or a tuple of `count` layouts, as uneven as Megatron-Core allows."""
+    """A model of one of `families` and a layout, or a tuple of `count` layouts, as uneven as Megatron-Core allows.
+
+    With `mtp`, there are multi-token-prediction layers and that is the word on them.
+    """
 
     def pick(*values: int) -> int:
         return draw(st.sampled_from(values))
@@ -67,7 +72,7 @@ def specs_and_layouts(
         family=family,
         architecture=family_named(family).architecture,
         num_layers=layers,
-        hidden_size=pick(3, 6) * (tp if family in ("glm4_moe", "deepseek_v3") else 1),
+        hidden_size=pick(3, 6) * (tp if family in WITH_MTP else 1),
         num_attention_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=pick(2, 4),
@@ -87,12 +92,12 @@ def specs_and_layouts(
         eos_token_ids=(1,),
         pad_token_id=0,
         torch_dtype="float32",
-        **_features(draw, family, layers, tp, heads),
+        **_features(draw, family, layers, tp, mtp),
     )
     return spec, chosen if count > 1 else chosen[0]
 
 
-def _features(draw: st.DrawFn, family: str, layers: int, tp: int, heads: int) -> dict[str, Any]:
+def _features(draw: st.DrawFn, family: str, layers: int, tp: int, mtp: Mtp | None) -> dict[str, Any]:
     """What only one family has."""
     sigmoid = RouterSpec(scores="sigmoid", expert_bias=True)
     if family == "minimax_m2":
@@ -105,14 +110,18 @@ def _features(draw: st.DrawFn, family: str, layers: int, tp: int, heads: int) ->
             "windowed_layers": tuple(layer % 2 == 0 for layer in range(layers)),
             "glu": GluSpec(activation="quick_gelu", clamp=7.0, offset=1.0),
         }
-    if family not in ("glm4_moe", "deepseek_v3"):
+    if family not in WITH_MTP:
         return {}
     found: dict[str, Any] = {
         "router": sigmoid,
         "shared_expert_size": tp * draw(st.sampled_from((0, 1, 3))),
-        "mtp_layers": draw(st.sampled_from((0, 1, 2))),
-        "mtp": "keep",
+        "mtp_layers": draw(st.sampled_from((1, 2) if mtp else (0, 1, 2))),
+        "mtp": mtp or draw(st.sampled_from(("keep", "drop"))),
     }
+    own_prefix = found["mtp_layers"] == 1 and draw(st.booleans())
+    found["mtp_form"] = MtpForm(
+        own_prefix=own_prefix, stacked=draw(st.booleans()), copies=not own_prefix and draw(st.booleans())
+    )
     if family == "deepseek_v3":
         rank = draw(st.sampled_from((None, 3)))
         found["mla"] = MlaSpec(q_rank=rank, kv_rank=2, nope_dim=3, rope_dim=2, value_dim=draw(st.sampled_from((1, 4))))

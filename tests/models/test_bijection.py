@@ -11,16 +11,21 @@ from hypothesis import HealthCheck, given, settings
 
 from moe_asyncrl.models.algebra import Block
 from moe_asyncrl.models.assemble import assemble, disassemble
+from moe_asyncrl.models.features import Mtp
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.parameter_map import parameter_map
 from moe_asyncrl.models.published import read_published
 from moe_asyncrl.models.shards import Shard, entry_owners, rank_shards, stage_of
 from moe_asyncrl.models.spec import ModelSpec
-from tests.models.strategies import DENSE, MOE, specs_and_layouts
+from tests.models.strategies import DENSE, MOE, WITH_MTP, specs_and_layouts
 from tests.models.test_shards import numbered
 
-TRIPLES = 45
-"""(family, layout, layout) for each of the eight families: 360 in all."""
+CASES: list[tuple[str, Mtp | None]] = [
+    (family, word) for family in (*DENSE, *MOE) for word in (("keep", "drop") if family in WITH_MTP else (None,))
+]
+"""Every family, with either word on multi-token-prediction layers where it has them."""
+TRIPLES = 40
+"""(family, layout, layout) for each case: 400 in all."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -46,18 +51,23 @@ def there_and_back(spec: ModelSpec, layout: Layout, hf: Tensors) -> Tensors:
     return back
 
 
-@pytest.mark.parametrize("family", [*DENSE, *MOE])
-def test_two_layouts_one_after_the_other_give_back_every_element(family: str) -> None:
+@pytest.mark.parametrize(("family", "word"), CASES)
+def test_two_layouts_one_after_the_other_give_back_every_element(family: str, word: Mtp | None) -> None:
+    tried = []
+
     @settings(max_examples=TRIPLES, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(specs_and_layouts(families=(family,), count=2))
+    @given(specs_and_layouts(families=(family,), count=2, mtp=word))
     def check(case: tuple[ModelSpec, tuple[Layout, Layout]]) -> None:
         spec, (first, second) = case
+        tried.append(case)
         hf = numbered(spec)
         once = there_and_back(spec, first, hf)
         twice = there_and_back(spec, second, once)
         assert all(torch.equal(twice[name], value) for name, value in hf.items())
 
     check()
+    assert len(tried) >= TRIPLES and len(CASES) * TRIPLES >= 300
+    assert word is None or all(spec.mtp == word and spec.mtp_layers for spec, _ in tried)
 
 
 WIDE = [

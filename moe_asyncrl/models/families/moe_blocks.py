@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moe_asyncrl.models.algebra import Copy, HfTensor, Stack
+from moe_asyncrl.models.algebra import Copy, HfTensor, Stack, View
 from moe_asyncrl.models.families.blocks import At, decoder_layer, feed_forward, gated, pre_mlp_norm
 from moe_asyncrl.models.parameter_map import Entry
 from moe_asyncrl.models.spec import ModelSpec
@@ -28,19 +28,39 @@ MIXTRAL_NAMES = MoeNames(
 )
 
 
-def moe_mlp(spec: ModelSpec, at: At, names: MoeNames = NAMES) -> Iterator[Entry]:
-    """Norm, router, experts with two matrices each, and the shared expert where there is one."""
+def moe_mlp(spec: ModelSpec, at: At, names: MoeNames = NAMES, *, stacked: bool = False) -> Iterator[Entry]:
+    """Norm, router, experts with two matrices each, and the shared expert where there is one.
+
+    `stacked`: HF has all experts in `experts.gate_up_proj` [experts, 2 * width, hidden], gate over up, and
+    `experts.down_proj` [experts, hidden, width].
+    """
     yield from pre_mlp_norm(spec, at, dense=False)
     if names.router_dtype is None:
         yield _router(spec, at, names)
+    yield from _stacked(spec, at, names) if stacked else _each(spec, at, names)
+    if spec.shared_expert_size:
+        theirs = names.block + "shared_experts."
+        yield from feed_forward(at, "mlp.shared_experts.", theirs, spec.hidden_size, spec.shared_expert_size)
+
+
+def _each(spec: ModelSpec, at: At, names: MoeNames) -> Iterator[Entry]:
     for expert in range(spec.num_experts):
         prefix = f"{at.theirs}{names.block}experts.{expert}."
         gate, up, down = gated(prefix, spec.hidden_size, spec.moe_intermediate_size, names.gate_up_down)
         yield expert_entry(at, expert, "linear_fc1", "weight", Stack((gate, up)), 0)
         yield expert_entry(at, expert, "linear_fc2", "weight", Copy(down), 1)
-    if spec.shared_expert_size:
-        theirs = names.block + "shared_experts."
-        yield from feed_forward(at, "mlp.shared_experts.", theirs, spec.hidden_size, spec.shared_expert_size)
+
+
+def _stacked(spec: ModelSpec, at: At, names: MoeNames) -> Iterator[Entry]:
+    experts, hidden, width = spec.num_experts, spec.hidden_size, spec.moe_intermediate_size
+    prefix = f"{at.theirs}{names.block}experts."
+    gate_up = HfTensor(prefix + "gate_up_proj", (experts, 2 * width, hidden))
+    down = HfTensor(prefix + "down_proj", (experts, hidden, width))
+    for expert in range(experts):
+        halves = tuple(View(tensor=gate_up, index=expert, first=first, count=width) for first in (0, width))
+        yield expert_entry(at, expert, "linear_fc1", "weight", Stack(halves), 0)
+    for expert in range(experts):
+        yield expert_entry(at, expert, "linear_fc2", "weight", Copy(View(tensor=down, index=expert)), 1)
 
 
 def expert_entry(at: At, expert: int, which: str, kind: str, op: Copy | Stack, axis: int | None) -> Entry:
