@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from moe_asyncrl.checkpoint.convert.arguments import add_subcommands
 from moe_asyncrl.data.errors import UserError
 
 ROLES = ("trainer", "engine", "rollout", "buffer")
@@ -56,6 +57,9 @@ def parser() -> argparse.ArgumentParser:
         "--noise", type=float, default=0.015, help="noise, in standard deviations of a matrix (default: 0.015)"
     )
     p.add_argument("--seed", type=int, default=0)
+
+    p = add("convert", _convert, "Convert checkpoints between HF and Megatron-Core, look at them, compare them.")
+    add_subcommands(p)
 
     p = add("top", _top, "Show how a run stands, now and as it goes on.")
     p.add_argument("run", help="run folder, for example runs/latest; also of a run that is over")
@@ -277,6 +281,12 @@ def _upcycle(args: argparse.Namespace) -> int:
     upcycle(args.source, args.out, how)
     print(args.out)
     return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from moe_asyncrl.checkpoint.convert.command import convert_command
+
+    return convert_command(args)
 
 
 def _top(args: argparse.Namespace) -> int:

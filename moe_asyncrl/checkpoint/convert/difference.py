@@ -1,0 +1,56 @@
+"""How much two arrays differ, as raw items of known types."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from moe_asyncrl.checkpoint.convert.mover import Files, assembled
+from moe_asyncrl.checkpoint.convert.program import CompareUnit, Difference
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def compare_unit(unit: CompareUnit, moved: Callable[[int], None]) -> tuple[Difference, ...]:
+    """Compare all pairs of a unit; one difference for each. `moved` is told of bytes as they are done."""
+    found = []
+    with Files(unit.files) as files:
+        for pair in unit.pairs:
+            a, b = assembled(pair.a, files), assembled(pair.b, files)
+            found.append(compare(pair.tensor, a, b, *unit.types[pair.tensor]))
+            moved(a.nbytes)
+    return tuple(found)
+
+
+def compare(tensor: int, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], a_type: str, b_type: str) -> Difference:
+    """Bit by bit where the types are the same; else by value. Raises ValueError for different shapes."""
+    import numpy as np
+
+    if a.shape != b.shape:
+        raise ValueError(f"shapes {a.shape} and {b.shape}")
+    if a_type == b_type and np.array_equal(a, b):
+        return Difference(tensor, a.size, 0, 0.0)
+    x, y = values(a, a_type), values(b, b_type)
+    if a_type == b_type:
+        differing = int(np.count_nonzero(a != b))
+    else:
+        differing = int(np.count_nonzero((x != y) & ~(np.isnan(x) & np.isnan(y))))
+    both = np.isnan(x) & np.isnan(y)
+    with np.errstate(invalid="ignore", over="ignore"):
+        distance = np.where(both | (x == y), 0.0, np.abs(x.astype(np.float64) - y))
+    largest = float(distance.max()) if distance.size else 0.0
+    return Difference(tensor, a.size, differing, math.inf if math.isinf(largest) else largest)
+
+
+def values(raw: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    """float32 (float64 for float64) values of raw items."""
+    import numpy as np
+
+    if dtype == "bfloat16":
+        return (raw.astype(np.uint32) << 16).view(np.float32)
+    if dtype == "float16":
+        return raw.view(np.float16).astype(np.float32)
+    found: np.ndarray[Any, Any] = raw.view({"float32": np.float32, "float64": np.float64}[dtype])
+    return found

@@ -1,0 +1,124 @@
+"""A distributed checkpoint as a source: its keys checked against the model, and each HF tensor found in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_asyncrl.checkpoint.convert.contents import FileTable, tensor_content
+from moe_asyncrl.checkpoint.convert.distcp import DistcpDir, GlobalTensor
+from moe_asyncrl.checkpoint.convert.dtypes import WEIGHTS
+from moe_asyncrl.checkpoint.convert.hf_files import Stored
+from moe_asyncrl.checkpoint.convert.keys import Keyed, is_mtp_copy, keyed_parameters, layer_keys_of
+from moe_asyncrl.checkpoint.convert.links import Link, links_of
+from moe_asyncrl.checkpoint.convert.program import Content
+from moe_asyncrl.checkpoint.ledger import Ledger
+from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.models.parameter_map import Entry, parameter_map
+from moe_asyncrl.models.spec import ModelSpec
+
+_OF_TRAINING = ("optimizer.", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
+"""What a training checkpoint holds beside weights; it is passed over."""
+Placed = tuple[Link, GlobalTensor, tuple[int, ...]]
+
+
+@dataclass
+class MegatronCheckpoint:
+    """Whole and of this model. `tensors` are the HF tensors that it comes to, with no place of their own."""
+
+    source: DistcpDir
+    tensors: Mapping[str, Stored]
+    _links: Mapping[str, list[Placed]] = field(default_factory=dict)
+
+    @property
+    def directory(self) -> Path:
+        """Where it is."""
+        return self.source.directory
+
+    def content(self, name: str, start: int, stop: int, table: FileTable) -> Content:
+        """Rows [start, stop) of an HF tensor. Raises UserError where chunks are missing or damaged."""
+        return tensor_content(self._links[name], self.tensors[name].shape, start, stop, self.source, table)
+
+    def close(self) -> None:
+        """Close the files that were looked into."""
+        self.source.close()
+
+
+def open_megatron(directory: Path, spec: ModelSpec) -> MegatronCheckpoint:
+    """Look at the metadata of a checkpoint.
+
+    Raises:
+        UserError: it is damaged or incomplete; keys are missing, extra, or of another shape or type (all of them
+            named); nobody said what becomes of multi-token-prediction weights.
+    """
+    source = DistcpDir.open(directory)
+    weights = {key: tensor for key, tensor in source.tensors.items() if not key.startswith(_OF_TRAINING)}
+    _check_mtp(weights, spec, directory)
+    if spec.mtp == "drop":
+        weights = {key: tensor for key, tensor in weights.items() if not key.startswith("mtp.")}
+    parameters = list(keyed_parameters(spec, layer_keys_of(iter(weights))))
+    stored = _settle(parameters, weights, directory)
+    _check(parameters, stored, directory)
+    links: dict[str, list[Placed]] = {}
+    types: dict[str, str] = {}
+    for keyed in parameters:
+        tensor = stored[keyed.keys[0]]
+        for link in links_of(keyed.entry):
+            links.setdefault(link.hf.name, []).append((link, tensor, tuple(lead.index for lead in keyed.lead)))
+            types[link.hf.name] = tensor.dtype
+    for entry in parameter_map(spec).entries:
+        if is_mtp_copy(entry):
+            name, original = entry.hf[0].name, original_of_copy(entry, spec)
+            links[name], types[name] = links[original], types[original]
+    tensors = {
+        t.name: Stored(t.name, t.shape, types[t.name], directory, None) for t in parameter_map(spec).hf_tensors()
+    }
+    return MegatronCheckpoint(source, tensors, links)
+
+
+def original_of_copy(entry: Entry, spec: ModelSpec) -> str:
+    """The HF tensor that an HF tensor of `mtp_copy.` equals."""
+    wanted = "embedding.word_embeddings.weight"
+    if entry.name.endswith("output_layer.weight") and not spec.tie_embeddings:
+        wanted = "output_layer.weight"
+    return parameter_map(spec).find(wanted).hf[0].name
+
+
+def _settle(parameters: list[Keyed], weights: Mapping[str, GlobalTensor], directory: Path) -> dict[str, GlobalTensor]:
+    """The tensor of each parameter's first key, under whichever of its keys it is stored."""
+    canonical = {key: keyed.keys[0] for keyed in parameters for key in keyed.keys}
+    ledger = Ledger(set(canonical.values()), what="keys", where=str(directory))
+    found: dict[str, GlobalTensor] = {}
+    for key, tensor in weights.items():
+        name = canonical.get(key, key)
+        if name not in found:
+            ledger.enter(name)
+            found[name] = tensor
+    ledger.settle()
+    return found
+
+
+def _check(parameters: Iterable[Keyed], stored: Mapping[str, GlobalTensor], directory: Path) -> None:
+    problems: dict[str, str] = {}
+    for keyed in parameters:
+        tensor, expected = stored[keyed.keys[0]], keyed.global_shape
+        padded = keyed.entry.op.pads_rows and len(tensor.shape) == len(expected)
+        fits = tensor.shape == expected or (
+            padded and tensor.shape[0] >= expected[0] and tensor.shape[1:] == expected[1:]
+        )
+        if not fits:
+            problems[tensor.key] = f"{tensor.key} is {list(tensor.shape)}, the model needs {list(expected)}"
+        elif tensor.dtype not in WEIGHTS:
+            problems[tensor.key] = f"{tensor.key} is {tensor.dtype}; weights are {', '.join(WEIGHTS)}"
+    if problems:
+        raise UserError(f"{directory}: {len(problems)} keys do not fit the model: {'; '.join(problems.values())}")
+
+
+def _check_mtp(weights: Mapping[str, GlobalTensor], spec: ModelSpec, directory: Path) -> None:
+    count = sum(key.startswith("mtp.") for key in weights)
+    if count and spec.mtp == "unsaid":
+        raise UserError(
+            f"{directory} holds {count} tensors of multi-token-prediction layers; say what becomes of them: "
+            "`--mtp keep`, or `--mtp drop` to go on without them"
+        )

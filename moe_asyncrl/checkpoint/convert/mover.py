@@ -1,0 +1,191 @@
+"""Carries out units: copies bytes from file to file, or puts arrays together from rectangles of stored ones.
+
+Plain runs are copied inside the kernel. Everything else goes through arrays that are views of mapped files, so that
+only the piece at hand is in memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_asyncrl.checkpoint.convert.program import Content, Part, Run, WriteUnit
+from moe_asyncrl.checkpoint.convert.torch_zip import frame
+from moe_asyncrl.data.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_STEP = 8 << 20
+_NOT_IN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+
+
+class Files:
+    """The open files of one unit. Use as a context manager."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self._handles: dict[int, int] = {}
+        self._maps: dict[int, mmap.mmap] = {}
+        self._quantised: dict[Path, Any] = {}
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
+        self._maps.clear()  # closed with the last view of each
+
+    def handle(self, number: int) -> int:
+        """A file's descriptor, for reading."""
+        if number not in self._handles:
+            self._handles[number] = os.open(self.names[number], os.O_RDONLY)
+        return self._handles[number]
+
+    def array(self, part: Part, item: int) -> np.ndarray[Any, Any]:
+        """The rectangle `taken`, in the stored array's own axes, as raw items."""
+        import numpy as np
+
+        taken = tuple(slice(*axis) for axis in part.taken)
+        if part.offset < 0:
+            return self._read(part.file, part.name, taken)
+        if part.file not in self._maps:
+            self._maps[part.file] = mmap.mmap(self.handle(part.file), 0, access=mmap.ACCESS_READ)
+        if part.offset + math.prod(part.shape) * item > len(self._maps[part.file]):
+            raise UserError(f"{self.names[part.file]} has become shorter since it was looked at")
+        stored = np.ndarray(part.shape, raw_type(item), buffer=self._maps[part.file], offset=part.offset)
+        return stored[taken]
+
+    def _read(self, file: int, name: str, taken: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        """Of a tensor that is stored quantised."""
+        import torch
+
+        from moe_asyncrl.checkpoint.safetensors_dir import SafetensorsDir
+
+        directory = Path(self.names[file]).parent
+        if directory not in self._quantised:
+            torch.set_num_threads(1)
+            self._quantised[directory] = SafetensorsDir(directory)
+        value = self._quantised[directory].read(name, taken)
+        raw = {2: torch.int16, 4: torch.int32}[value.element_size()]
+        found: np.ndarray[Any, Any] = value.view(raw).numpy()
+        return found.view(raw_type(value.element_size()))
+
+
+def raw_type(item: int) -> str:
+    """numpy's unsigned type of `item` bytes: values are moved as bits."""
+    return f"<u{item}"
+
+
+def assembled(content: Content, files: Files) -> np.ndarray[Any, Any]:
+    """The content as an array of raw items."""
+    import numpy as np
+
+    if content.runs:
+        buffer = bytearray(math.prod(content.shape) * content.item)
+        view, at = memoryview(buffer), 0
+        for run in content.runs:
+            _read_into(files, run, view[at : at + run.size])
+            at += run.size
+        return np.frombuffer(buffer, raw_type(content.item)).reshape(content.shape)
+    out = np.empty(content.shape, raw_type(content.item))
+    for part in content.parts:
+        value = files.array(part, content.item)
+        used = [axis for axis in part.order if axis >= 0]
+        value = value[tuple(slice(None) if axis in used else 0 for axis in range(value.ndim))]
+        kept = sorted(used)
+        value = value.transpose([kept.index(axis) for axis in used])
+        for axis, source in enumerate(part.order):
+            if source < 0:
+                value = np.expand_dims(value, axis)
+        out[tuple(slice(*axis) for axis in part.placed)] = value
+    return out
+
+
+def write_unit(unit: WriteUnit, moved: Callable[[int], None]) -> None:
+    """Write all pieces of a unit and bring them to the disk. `moved` is told of bytes as they are written.
+
+    Raises:
+        OSError: the disk is full, a file cannot be read or written.
+        UserError: a source has become shorter.
+    """
+    with Files(unit.files) as files:
+        target = os.open(unit.target, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            for piece, following in zip(unit.pieces, [*unit.pieces[1:], None], strict=True):
+                if following is not None:
+                    _announce(files, following.content.runs)
+                at = piece.at
+                around = frame(piece.framed, piece.shape) if piece.framed else None
+                if around is not None:
+                    at += _write(target, around.head, at)
+                size = _write_content(target, piece.content, files, at)
+                if around is not None:
+                    _write(target, around.tail, at + size)
+                moved(size)
+            if os.fstat(target).st_size < unit.size:
+                os.truncate(target, unit.size)
+            os.fsync(target)
+        finally:
+            os.close(target)
+
+
+def _write_content(target: int, content: Content, files: Files, at: int) -> int:
+    begin = at
+    for run in content.runs:
+        _copy(files, run, target, at)
+        at += run.size
+    if not content.runs:
+        at += _write(target, assembled(content, files).data.cast("B"), at)
+    return at - begin
+
+
+def _announce(files: Files, runs: Sequence[Run]) -> None:
+    """Let the kernel read ahead what comes next."""
+    for run in runs:
+        os.posix_fadvise(files.handle(run.file), run.offset, run.size, os.POSIX_FADV_WILLNEED)
+
+
+def _copy(files: Files, run: Run, target: int, at: int) -> None:
+    source, done = files.handle(run.file), 0
+    in_kernel = True
+    buffer: memoryview | None = None
+    while done < run.size:
+        step = min(_STEP, run.size - done)
+        if in_kernel:
+            try:
+                copied = os.copy_file_range(source, target, step, run.offset + done, at + done)
+            except OSError as error:
+                if error.errno not in _NOT_IN_KERNEL:
+                    raise
+                in_kernel = False
+                continue
+        else:
+            buffer = buffer or memoryview(bytearray(_STEP))
+            copied = os.preadv(source, [buffer[:step]], run.offset + done)
+            _write(target, buffer[:copied], at + done)
+        if copied == 0:
+            raise UserError(f"{files.names[run.file]} has become shorter since it was looked at")
+        done += copied
+
+
+def _read_into(files: Files, run: Run, view: memoryview) -> None:
+    done = 0
+    while done < run.size:
+        found = os.preadv(files.handle(run.file), [view[done : done + _STEP]], run.offset + done)
+        if found == 0:
+            raise UserError(f"{files.names[run.file]} has become shorter since it was looked at")
+        done += found
+
+
+def _write(target: int, data: bytes | memoryview, at: int) -> int:
+    view, done = memoryview(data), 0
+    while done < len(view):
+        done += os.pwrite(target, view[done : done + _STEP], at + done)
+    return done

@@ -1,0 +1,130 @@
+"""What workers are told to do: typed messages that hold files, offsets and rectangles.
+
+A *piece* is a contiguous run of a file to write (or, in a comparison, an array to look at). Its content is either a
+list of runs of other files, one behind the other, or an array put together from rectangles of stored arrays.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+Rectangle = tuple[tuple[int, int, int], ...]
+"""(start, stop, step) along each axis, in elements."""
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """`size` bytes of file number `file` of the unit, from byte `offset`."""
+
+    file: int
+    offset: int
+    size: int
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """A rectangle of a stored array, and where it goes."""
+
+    file: int
+    """Number of the file in the unit."""
+    offset: int
+    """Byte of the file at which the array begins; -1: the tensor is not stored as plain values, and is read by name."""
+    shape: tuple[int, ...]
+    """Of the whole stored array."""
+    taken: Rectangle
+    """In the stored array."""
+    order: tuple[int, ...]
+    """For each axis of the target the stored array's axis, or -1 for a new one. Other stored axes have one element."""
+    placed: Rectangle
+    """In the target."""
+    name: str = ""
+    """The tensor's name in its checkpoint, where `offset` is -1."""
+
+
+class Content(msgspec.Struct, frozen=True, array_like=True):
+    """An array in C order, from runs (if there are any) or from parts."""
+
+    shape: tuple[int, ...]
+    item: int
+    """Bytes of an element."""
+    runs: tuple[Run, ...]
+    parts: tuple[Part, ...]
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """What is written to one place of the unit's target."""
+
+    at: int
+    """Byte of the target at which it begins, head included."""
+    content: Content
+    framed: str = ""
+    """A torch type: the content is written as a file of `torch.save` that holds one tensor of that type."""
+    shape: tuple[int, ...] = ()
+    """The framed tensor's shape."""
+
+
+class WriteUnit(msgspec.Struct, frozen=True, tag="write"):
+    """Write all pieces to `target`, bring them to the disk, and say so."""
+
+    number: int
+    target: str
+    files: tuple[str, ...]
+    pieces: tuple[Piece, ...]
+    size: int
+    """Bytes that the target has in the end; it is made if it does not exist."""
+    moved: int
+    """Bytes of tensors among them, for the progress."""
+
+
+class Pair(msgspec.Struct, frozen=True, array_like=True):
+    """Two arrays of one shape that are compared."""
+
+    tensor: int
+    """Number of the tensor that they are a part of."""
+    a: Content
+    b: Content
+
+
+class CompareUnit(msgspec.Struct, frozen=True, tag="compare"):
+    """Compare all pairs. `types`: the torch type of each side of each tensor, by its number."""
+
+    number: int
+    files: tuple[str, ...]
+    pairs: tuple[Pair, ...]
+    types: dict[int, tuple[str, str]]
+    moved: int
+
+
+Unit = WriteUnit | CompareUnit
+
+
+class Moved(msgspec.Struct, frozen=True, tag="moved"):
+    """Bytes of tensors that a worker has dealt with since it last said so."""
+
+    size: int
+
+
+class Difference(msgspec.Struct, frozen=True, array_like=True):
+    """How a part of a tensor differs."""
+
+    tensor: int
+    elements: int
+    differing: int
+    """Elements whose bits differ (values, where the types differ)."""
+    largest: float
+    """Largest absolute difference; NaN if one side alone is NaN somewhere."""
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """A unit is done, and what it wrote is on the disk."""
+
+    number: int
+    differences: tuple[Difference, ...] = ()
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """A unit cannot be done. `text` is for people; `number` of the operating system's error, 0 where there is none."""
+
+    text: str
+    number: int = 0
+
+
+Answer = Moved | Finished | Failed

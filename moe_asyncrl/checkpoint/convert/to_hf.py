@@ -1,0 +1,103 @@
+"""The plan from any checkpoint to an HF directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from moe_asyncrl.checkpoint.convert.contents import FileTable
+from moe_asyncrl.checkpoint.convert.dtypes import ITEM_SIZES
+from moe_asyncrl.checkpoint.convert.hf_files import INDEX, NewFile, Stored, index_text, plan_files
+from moe_asyncrl.checkpoint.convert.links import row_slabs
+from moe_asyncrl.checkpoint.convert.program import Content, Piece, WriteUnit
+
+SLAB_BYTES = 32 << 20
+UNIT_BYTES = 256 << 20
+SHARD_BYTES = 5 * 1000**3
+
+
+class Checkpoint(Protocol):
+    """A checkpoint of either kind, as the HF tensors that it comes to."""
+
+    @property
+    def directory(self) -> Path:
+        """Where it is."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """Every HF tensor of the model by name."""
+        ...
+
+    def content(self, name: str, start: int, stop: int, table: FileTable) -> Content:
+        """Rows [start, stop) of a tensor."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files."""
+        ...
+
+
+@dataclass(frozen=True)
+class ToHf:
+    """Files to begin with their headers, units to carry out, and files to write when they are done."""
+
+    files: tuple[NewFile, ...]
+    units: tuple[WriteUnit, ...]
+    others: dict[str, bytes]
+
+
+def stored_tensors(tensor: Stored) -> list[tuple[str, tuple[int, ...], str]]:
+    """What an HF tensor is stored as: name, shape and type of each tensor in the file. Here, as itself.
+
+    The one place to change for another form, such as FP8 codes and scales: the pieces of `_units` follow from it.
+    """
+    return [(tensor.name, tensor.shape, tensor.dtype)]
+
+
+def plan_to_hf(
+    source: Checkpoint,
+    weight_map: Mapping[str, str] | None = None,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    unit_bytes: int = UNIT_BYTES,
+    slab_bytes: int = SLAB_BYTES,
+) -> ToHf:
+    """Every tensor once. `weight_map` names the file of each tensor; without it files have up to `shard_bytes`.
+
+    Raises:
+        UserError: chunks of the source are missing or damaged.
+    """
+    tensors = [found for tensor in source.tensors.values() for found in stored_tensors(tensor)]
+    if weight_map is not None and weight_map.keys() != {name for name, *_ in tensors}:
+        weight_map = None
+    files = plan_files(Path(), tensors, shard_bytes, weight_map)
+    units: list[WriteUnit] = []
+    for file in files:
+        units += _units(len(units), file, source, unit_bytes, slab_bytes)
+    others = {INDEX: index_text(files).encode()} if len(files) > 1 or weight_map is not None else {}
+    return ToHf(tuple(files), tuple(units), others)
+
+
+def _units(number: int, file: NewFile, source: Checkpoint, unit_bytes: int, slab_bytes: int) -> Iterator[WriteUnit]:
+    table, pieces, moved = FileTable(), list[Piece](), 0
+    for tensor, start, stop, at, size in _slabs(file.tensors, slab_bytes):
+        if pieces and moved + size > unit_bytes:
+            yield WriteUnit(number, file.name, table.names, tuple(pieces), file.size, moved)
+            number, table, pieces, moved = number + 1, FileTable(), [], 0
+        pieces.append(Piece(at, source.content(tensor.name, start, stop, table)))
+        moved += size
+    if pieces:
+        yield WriteUnit(number, file.name, table.names, tuple(pieces), file.size, moved)
+
+
+def _slabs(tensors: Iterable[Stored], limit: int) -> Iterator[tuple[Stored, int, int, int, int]]:
+    """(tensor, first row, last row + 1, byte of the file, bytes)."""
+    for tensor in tensors:
+        assert tensor.offset is not None
+        rows = max(1, tensor.shape[0] if tensor.shape else 1)
+        each = tensor.nbytes // rows
+        for start, stop in row_slabs(tensor.shape, ITEM_SIZES[tensor.dtype], limit):
+            yield tensor, start, stop, tensor.offset + start * each, (stop - start) * each

@@ -1,0 +1,71 @@
+"""A worker process of a conversion: units come as JSON lines on its input, answers go out on its output."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+import msgspec
+
+from moe_asyncrl.checkpoint.convert.mover import write_unit
+from moe_asyncrl.checkpoint.convert.program import Answer, CompareUnit, Failed, Finished, Moved, Unit, WriteUnit
+from moe_asyncrl.data.errors import UserError
+
+TOLD_AFTER = 16 << 20
+"""Bytes between two words on the progress."""
+_DIE_WITH_PARENT = 1
+
+
+def main() -> None:
+    """Serve until the input ends. Ctrl-C is the parent's business; its death is the end of this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):
+        return
+    decoder: msgspec.json.Decoder[Unit] = msgspec.json.Decoder(Unit)
+    for line in sys.stdin.buffer:
+        _tell(_carried_out(decoder.decode(line)))
+
+
+def _carried_out(unit: Unit) -> Answer:
+    waiting = 0
+
+    def moved(size: int) -> None:
+        nonlocal waiting
+        waiting += size
+        if waiting >= TOLD_AFTER:
+            _tell(Moved(waiting))
+            waiting = 0
+
+    try:
+        if isinstance(unit, WriteUnit):
+            write_unit(unit, moved)
+            answer: Answer = Finished(unit.number)
+        else:
+            answer = _compared(unit, moved)
+    except UserError as error:
+        return Failed(str(error))
+    except OSError as error:
+        return Failed(f"{error.filename or getattr(unit, 'target', 'reading')}: {error.strerror}", error.errno or 0)
+    except MemoryError:
+        return Failed("out of memory")
+    if waiting:
+        _tell(Moved(waiting))
+    return answer
+
+
+def _compared(unit: CompareUnit, moved: object) -> Finished:
+    from moe_asyncrl.checkpoint.convert.difference import compare_unit
+
+    return Finished(unit.number, compare_unit(unit, moved))  # type: ignore[arg-type]
+
+
+def _tell(answer: Answer) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

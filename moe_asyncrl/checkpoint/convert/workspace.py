@@ -1,0 +1,175 @@
+"""Where a conversion writes until it is whole: a hidden directory beside the place it will have, with a journal.
+
+`.OUT.partial` holds the output as it grows and, in `.convert/`, what the conversion is of (`identity.json`) and which
+units are done (`journal.jsonl`, a line each, written after the unit is on the disk). The same command goes on from
+there; another one is refused. The last step gives the directory its name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moe_asyncrl.data.errors import UserError
+
+_OWN = ".convert"
+
+
+class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a conversion is of: two of the same identity write the same bytes."""
+
+    direction: str
+    source: dict[str, tuple[int, int]]
+    """Size and time of change (ns) of each file that is read."""
+    options: dict[str, Any]
+    plan: str
+    """Digest of the units."""
+
+
+class Done(msgspec.Struct, frozen=True):
+    """A line of the journal."""
+
+    unit: int
+    target: str
+    size: int
+
+
+class Workspace:
+    """An open, locked workspace. `path` is where to write; `done` the units that need not be done again."""
+
+    def __init__(self, out: Path, path: Path, lock: int) -> None:
+        self.out, self.path = out, path
+        self.done: set[int] = set()
+        self._lock = lock
+        self._journal = -1
+
+    def bind(self, identity: Identity) -> None:
+        """Start anew, or take up what the same conversion left.
+
+        Raises:
+            UserError: another conversion was interrupted here.
+        """
+        file = self.path / _OWN / "identity.json"
+        if file.is_file():
+            self._check(file, identity)
+            self.done = {
+                done.unit
+                for done in self._read_journal()
+                if (self.path / done.target).is_file() and (self.path / done.target).stat().st_size == done.size
+            }
+        else:
+            _write_file(file.with_suffix(".new"), msgspec.json.encode(identity))
+            os.replace(file.with_suffix(".new"), file)
+        self._journal = os.open(self.path / _OWN / "journal.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        size = os.fstat(self._journal).st_size
+        if size and os.pread(self._journal, 1, size - 1) != b"\n":
+            os.write(self._journal, b"\n")  # a torn line ends here
+
+    def record(self, unit: int, target: str) -> None:
+        """Say that a unit is on the disk."""
+        line = msgspec.json.encode(Done(unit, target, (self.path / target).stat().st_size)) + b"\n"
+        _write_all(self._journal, line)
+        os.fsync(self._journal)
+
+    def publish(self, others: Mapping[str, bytes]) -> None:
+        """Write the remaining files and give the directory its name. Raises OSError if the disk is full."""
+        for name, content in others.items():
+            _write_file(self.path / name, content)
+        for folder in {self.path, *((self.path / name).parent for name in others)}:
+            _sync(folder)
+        os.rename(self.path, self.out)
+        _sync(self.out.parent)
+        shutil.rmtree(self.out / _OWN)
+
+    def _read_journal(self) -> Iterator[Done]:
+        path = self.path / _OWN / "journal.jsonl"
+        for line in path.read_bytes().splitlines() if path.is_file() else ():
+            try:
+                yield msgspec.json.decode(line, type=Done)
+            except msgspec.MsgspecError:
+                continue  # torn: the unit is done again
+
+    def _check(self, file: Path, identity: Identity) -> None:
+        again = f"repeat the command that was interrupted, or remove {self.path}"
+        try:
+            found = msgspec.json.decode(file.read_bytes(), type=Identity)
+        except msgspec.MsgspecError as error:
+            raise UserError(f"{file}: damaged ({error}); remove {self.path} and start anew") from error
+        if found.direction != identity.direction or found.options != identity.options:
+            raise UserError(f"{self.path} holds an interrupted conversion with other options; {again}")
+        if found.source != identity.source:
+            changed = sorted(
+                name
+                for name in found.source.keys() | identity.source.keys()
+                if found.source.get(name) != identity.source.get(name)
+            )
+            raise UserError(
+                f"{self.path} holds an interrupted conversion of other files ({len(changed)} differ, {changed[0]} "
+                f"among them): the source has changed, or is another one; {again}"
+            )
+        if found.plan != identity.plan:
+            raise UserError(f"{self.path} was begun by another version of this program; remove it and start anew")
+
+
+@contextmanager
+def workspace(out: Path) -> Iterator[Workspace]:
+    """The workspace of `out`, locked until the end. What was written stays when the body raises.
+
+    Raises:
+        UserError: `out` is taken, or another process is converting into it.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not an empty directory; choose another place")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    path = out.parent / f".{out.name}.partial"
+    (path / _OWN).mkdir(parents=True, exist_ok=True)
+    lock = os.open(path / _OWN / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    found: Workspace | None = None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is converting into {out} ({path} is locked)") from None
+        found = Workspace(out, path, lock)
+        yield found
+    finally:
+        if found is not None and found._journal >= 0:
+            os.close(found._journal)
+        os.close(lock)
+
+
+def source_files(paths: Iterable[Path]) -> dict[str, tuple[int, int]]:
+    """Size and time of change of each file, by name."""
+    return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(set(paths))}
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        _write_all(handle, content)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_all(handle: int, content: bytes) -> None:
+    """A disk that is nearly full takes a part of a write; the next one says why."""
+    view = memoryview(content)
+    while view:
+        view = view[os.write(handle, view) :]
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
