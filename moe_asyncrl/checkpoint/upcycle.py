@@ -18,7 +18,6 @@ from moe_asyncrl.checkpoint.upcycle_plan import (
     mixtral_config,
     noisy_copy,
     router_weight,
-    routers,
     steps,
     typed,
 )
@@ -76,8 +75,8 @@ def _write(
                 writer.write(name, value)
             for name in step.noisy:
                 writer.write(name, noisy_copy(value, name, how))
-        for router in routers(mixture):
-            writer.write(router.name, router_weight(router, how, dtype))
+            if step.router is not None:
+                writer.write(step.router, router_weight(value, step.router, how, dtype))
         writer.close()
 
 

@@ -23,7 +23,7 @@ from moe_asyncrl.models.parameter_map import parameter_map
 from moe_asyncrl.models.spec import ModelSpec
 
 MAX_NOISE = 0.1
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "post_attention_layernorm.weight"
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache")
 _EXPERT_MATRIX = dict(zip(("gate_proj", "up_proj", "down_proj"), MIXTRAL_NAMES.gate_up_down, strict=True))
 
@@ -103,25 +103,25 @@ class Step:
     source: HfTensor
     copies: tuple[str, ...] = ()
     noisy: tuple[str, ...] = ()
+    router: str | None = None
+    """The router whose inputs this norm scales."""
 
 
 def steps(dense: ModelSpec, how: Upcycling) -> Iterator[Step]:
-    """Every tensor of the dense model in export order. Routers come from nothing: see `router_weight`."""
+    """Every tensor of the dense model in export order."""
     for tensor in parameter_map(dense).hf_tensors():
         layer, _, rest = tensor.name.partition(".mlp.")
         if rest:
             matrix = _EXPERT_MATRIX[rest.removesuffix(".weight")]
             experts = (f"{layer}.{MIXTRAL_NAMES.block}experts.{e}.{matrix}.weight" for e in range(how.experts))
             yield Step(tensor, noisy=tuple(experts))
+        elif tensor.name.endswith(_NORM):
+            router = tensor.name.removesuffix(_NORM) + f"{MIXTRAL_NAMES.block}gate.weight"
+            yield Step(tensor, copies=(tensor.name,), router=router)
         elif tensor.name == _EMBEDDING and dense.tie_embeddings:
             yield Step(tensor, copies=(_EMBEDDING, _HEAD))
         else:
             yield Step(tensor, copies=(tensor.name,))
-
-
-def routers(mixture: ModelSpec) -> tuple[HfTensor, ...]:
-    """The tensors of the mixture that no tensor of the dense model becomes."""
-    return tuple(t for t in parameter_map(mixture).hf_tensors() if t.name.endswith(f"{MIXTRAL_NAMES.block}gate.weight"))
 
 
 def typed(mixture: ModelSpec, found: Mapping[str, torch.dtype]) -> list[HfTensor]:
@@ -149,13 +149,20 @@ def noisy_copy(weight: torch.Tensor, name: str, how: Upcycling) -> torch.Tensor:
     return torch.from_numpy(noise).to(weight.dtype)
 
 
-def router_weight(tensor: HfTensor, how: Upcycling, dtype: torch.dtype) -> torch.Tensor:
-    """N(0, 1 / hidden size): over normed hidden states, whose elements are near 1, logits have a deviation near 1.
+def router_weight(norm: torch.Tensor, name: str, how: Upcycling, dtype: torch.dtype) -> torch.Tensor:
+    """A router [experts, hidden size] of N(0, 1) / sqrt(hidden size) / rms(norm), for inputs scaled by `norm`.
 
-    So experts are chosen evenly and clearly, and no softmax over them is saturated, whatever the width.
+    RMSNorm's own output has elements near 1 before it is scaled, so logits have a standard deviation near 1 in every
+    model: experts are chosen evenly and clearly, and their weights are neither equal nor saturated.
+
+    Raises:
+        UserError: the norm is zero or not finite.
     """
-    drawn = _normal(tensor.shape, tensor.name, how.seed) * np.float32(1 / math.sqrt(tensor.shape[1]))
-    return torch.from_numpy(drawn).to(dtype)
+    size = math.sqrt(float(np.square(norm.float().numpy(), dtype=np.float64).sum()))
+    if not (math.isfinite(size) and size > 0):
+        raise UserError(f"{name}: the norm before it has a length of {size}")
+    drawn = _normal((how.experts, len(norm)), name, how.seed)
+    return torch.from_numpy(drawn * np.float32(1 / np.float32(size))).to(dtype)
 
 
 def _normal(shape: tuple[int, ...], name: str, seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:

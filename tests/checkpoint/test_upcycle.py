@@ -100,8 +100,9 @@ def test_noise_has_its_size_and_no_two_draws_are_alike(dense: Path, tmp_path: Pa
                 assert abs(float(noise.std()) / 0.02 - 1) < 0.03 and abs(float(noise.mean())) < 0.001
                 draws.append(noise.flatten()[:5000])
         router = after[f"model.layers.{layer}.block_sparse_moe.gate.weight"]
+        norm = before[f"model.layers.{layer}.post_attention_layernorm.weight"]
         assert router.shape == (3, 96)
-        assert abs(float(router.std()) * 96**0.5 - 1) < 0.15
+        assert abs(float(router.std() * norm.square().sum().sqrt()) - 1) < 0.15
     correlation = np.corrcoef(torch.stack(draws).numpy())
     assert np.abs(correlation - np.eye(len(draws))).max() < 0.08
     kept = [name for name in before if ".mlp." not in name]
@@ -303,6 +304,12 @@ def test_damaged_sources(dense: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"layers\.2.*experts\.0\.w3.*standard deviation of 0"):
         upcycle(changed_copy(dense, tmp_path / "flat", spoil), tmp_path / "out")
 
+    def silence(found: dict[str, torch.Tensor]) -> None:
+        found["model.layers.3.post_attention_layernorm.weight"][:] = 0
+
+    with pytest.raises(UserError, match=r"layers\.3\.block_sparse_moe\.gate\.weight: the norm before it"):
+        upcycle(changed_copy(dense, tmp_path / "silent", silence), tmp_path / "out")
+
     def shorten(found: dict[str, torch.Tensor]) -> None:
         del found["model.norm.weight"]
 
@@ -313,7 +320,7 @@ def test_damaged_sources(dense: Path, tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"ties the output layer.*lm_head\.weight differs"):
         upcycle(tied, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["flat", "short", "tied"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["flat", "short", "silent", "tied"]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["disk", "ctrl-c"])
