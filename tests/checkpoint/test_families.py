@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from moe_asyncrl.checkpoint.safetensors_dir import SafetensorsDir
 from moe_asyncrl.models.layout import Layout
 from tests.checkpoint.families import FAMILY_MODELS
+from tests.checkpoint.formats.quantised import fp8_copy, mxfp4_copy, same_bits
 from tests.checkpoint.models import changed_copy, make, relative
 from tests.checkpoint.parity import CONVERT, TOLERANCE, check_conversion
 from tests.pool.pool import WorkerPool
@@ -40,16 +42,66 @@ def test_logits_equal_transformers_and_the_export_is_the_checkpoint(
     check_conversion(pool, layout, *models(name), tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", list(FAMILY_MODELS))
-def test_a_bfloat16_checkpoint_comes_out_as_it_went_in(name: str, pool: WorkerPool, tmp_path: Path) -> None:
-    """Through two processes of each kind of parallelism that the family has; expert biases stay float32."""
-    hf_dir = make(tmp_path, name, "bfloat16")
-    layout = layouts(name)[-1]
-    pool.run(CONVERT, layout=layout, hf_dir=str(hf_dir), out_dir=str(tmp_path / "out"))
-    with safe_open(hf_dir / "model.safetensors", framework="pt") as stored:
-        types = {key: stored.get_slice(key).get_dtype() for key in stored.keys()}  # noqa: SIM118
+FP8 = ("glm", "glm-air", "deepseek", "kimi", "minimax", "moe4")
+"""Published in FP8, or by publishers that do."""
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Path]]:
+    """A model in bfloat16, and in the quantised form that its family is published in, made when first asked for."""
+    root = tmp_path_factory.mktemp("stored")
+    made: dict[str, dict[str, Path]] = {}
+
+    def get(name: str) -> dict[str, Path]:
+        if name not in made:
+            forms = made[name] = {"bfloat16": make(root / "bfloat16", name, "bfloat16")}
+            if name in FP8:
+                forms["fp8"], _ = fp8_copy(forms["bfloat16"], root / "fp8" / name)
+            if name == "gpt-oss":
+                forms["mxfp4"], _ = mxfp4_copy(forms["bfloat16"], root / "mxfp4" / name)
+        return made[name]
+
+    return get
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file."""
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+EP2_PP2 = Layout(dp=2, ep=2, pp=2)
+QWEN_CASES = [
+    *(("moe4", layout) for layout in (SINGLE, Layout(dp=2, ep=2), Layout(pp=2), Layout(tp=2), EP2_PP2)),
+    *(("tied", layout) for layout in (SINGLE, Layout(pp=2), Layout(tp=2), Layout(tp=2, pp=2))),
+]
+"""The families of test_parity."""
+ALL_CASES = [*CASES, *QWEN_CASES]
+
+
+@pytest.mark.parametrize(("name", "layout"), ALL_CASES, ids=[f"{name}-{layout}" for name, layout in ALL_CASES])
+def test_stored_bytes_come_out_as_they_went_in(
+    name: str, layout: Layout, pool: WorkerPool, stored: Any, tmp_path: Path
+) -> None:
+    """In bfloat16, and in FP8 where it is asked for; the tests of logits do float32. Expert biases stay float32.
+
+    What is quantised leaves as the bfloat16 that it means, unless FP8 is asked for.
+    """
+    forms = stored(name)
+    trips = [(str(path), str(tmp_path / f"{form}-plain"), "plain") for form, path in forms.items()]
+    if "fp8" in forms:
+        trips.append((str(forms["fp8"]), str(tmp_path / "fp8-fp8"), "fp8"))
+    pool.run("tests.checkpoint.formats.jobs:there_and_back", layout=layout, trips=trips)
+    for form in forms.keys() - {"mxfp4"}:
+        out = tmp_path / ("fp8-fp8" if form == "fp8" else "bfloat16-plain")
+        assert contents(out) == contents(forms[form])
+    for form in forms.keys() - {"bfloat16"}:
+        with SafetensorsDir(forms[form]) as source, SafetensorsDir(tmp_path / f"{form}-plain") as out_files:
+            assert source.tensors.keys() == out_files.tensors.keys()
+            assert {t.form for t in out_files.tensors.values()} == {"plain"}
+            assert all(same_bits(source.read(n), out_files.read(n)) for n in source.tensors)
+    with safe_open(tmp_path / "bfloat16-plain" / "model.safetensors", framework="pt") as out_file:
+        types = {key: out_file.get_slice(key).get_dtype() for key in out_file.keys()}  # noqa: SIM118
     assert {kind for key, kind in types.items() if "e_score_correction_bias" in key} <= {"F32"}
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (hf_dir / "model.safetensors").read_bytes()
 
 
 Tensors = dict[str, torch.Tensor]
