@@ -19,6 +19,7 @@ from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.train.build import TrainState
 from moe_asyncrl.train.checkpoint_folder import CheckpointInfo, folder_of, make_room, read_info, retain, seal
 from moe_asyncrl.train.checkpoint_write import Note, Writing, plan_and_copy
+from moe_asyncrl.train.optimizer_state import sharded_state
 from moe_asyncrl.train.passes import ModelOnRank
 from moe_asyncrl.weights.agree import agree
 
@@ -50,7 +51,7 @@ def begin(state: TrainState, checkpoints: Path, info: CheckpointInfo, note: Note
 
     Afterwards training may go on: the checkpoint holds the state of this moment. It is none before `finish`.
     """
-    return _begin(lambda: _saved(state, is_loading=False)[0], checkpoints, info, note)
+    return _begin(lambda: _state(state), checkpoints, info, note)
 
 
 def finish(begun: Begun, *, keep: int, keep_every: int = 0, stall_s: float = 600.0) -> Path:
@@ -89,7 +90,7 @@ def load(state: TrainState, folder: Path) -> CheckpointInfo:
     """
     with agree(f"reading {folder}"):
         info = read_info(folder)
-    wanted, optimizers = _saved(state, is_loading=True)
+    wanted, optimizers = _wanted(state)
     loaded = _read(wanted, folder)
     _put(loaded, state.model)
     for i, (optimizer, common) in optimizers.items():
@@ -140,13 +141,19 @@ def adam_steps(optimizer: Any) -> int:
     return 0
 
 
-def _saved(state: TrainState, *, is_loading: bool) -> tuple[dict[str, Any], dict[int, tuple[Any, dict[str, Any]]]]:
-    """What stands on disk, as sharded tensors; and each optimizer with the rest of its state, which does not."""
-    metadata = _metadata()
-    weights = _weights(state.model.chunks)
+def _state(state: TrainState) -> dict[str, Any]:
+    """What stands on disk, as sharded tensors; with the optimizer's state gathered where it is written."""
+    weights, metadata = _weights(state.model.chunks), _metadata()
+    moments = {i: sharded_state(part, weights, metadata) for i, part in enumerate(_parts(state.optimizer))}
+    return {**weights, "optimizer": moments}
+
+
+def _wanted(state: TrainState) -> tuple[dict[str, Any], dict[int, tuple[Any, dict[str, Any]]]]:
+    """Where to read into, as sharded tensors; and each optimizer with the rest of its state, which is not on disk."""
+    weights, metadata = _weights(state.model.chunks), _metadata()
     moments, rest = {}, {}
     for i, optimizer in enumerate(_parts(state.optimizer)):
-        common = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
+        common = optimizer.sharded_state_dict(weights, is_loading=True, metadata=metadata)
         moments[i] = common.pop("param_state")
         rest[i] = (optimizer, common)
     return {**weights, "optimizer": moments}, rest

@@ -125,3 +125,22 @@ def stalled(layout: Layout, *, root: str) -> None:
     last = dist.get_rank() == layout.world_size - 1
     with held_back() if last else nullcontext():
         checkpoint.finish(checkpoint.begin(state, Path(root), info_of(state, 1)), keep=1, stall_s=0.5)
+
+
+def gathers(layout: Layout, *, changes: dict[str, Any]) -> list[tuple[str, bool, bool]]:
+    """(key, this rank receives it, its numbers are those of Megatron-Core's own gather) of each parameter's state."""
+    from moe_asyncrl.train.optimizer_state import KEYS, gathered
+
+    state = new_state(layout, changes=changes)
+    one_step(state, 0)
+    found = []
+    for part in checkpoint._parts(state.optimizer):
+        theirs = part.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
+        ours = gathered(part)
+        for number, buffer in enumerate(part.buffers):
+            ((dtype, expected),) = theirs[number].items()
+            for start, end, _ in buffer.param_index_map.values():
+                for key in KEYS:
+                    same = bool(ours[number][dtype][key][start:end].equal(expected[key][start:end]))
+                    found.append((key, dist.get_rank(part.data_parallel_group) == 0, same))
+    return found

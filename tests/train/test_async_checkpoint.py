@@ -46,6 +46,18 @@ def test_it_holds_the_step_it_names_though_training_went_on(pool: WorkerPool, tm
     assert shards(later) != shards(at_once), "a tensor that is not copied would be seen"
 
 
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=4, ep=2), Layout(pp=2, dp=2)], ids=str)
+def test_the_optimizer_is_gathered_where_it_is_written(pool: WorkerPool, layout: Layout) -> None:
+    """Bit for bit what Megatron-Core's gather brings, on the first rank of each group; the others have nothing."""
+    receivers = 0
+    for answer in pool.run(f"{JOBS}:gathers", layout=layout, changes={}):
+        assert {key for key, _, _ in answer} == {"param", "exp_avg", "exp_avg_sq"}
+        assert all(same for _, receives, same in answer if receives)
+        assert not all(same for _, receives, same in answer if not receives) or all(r for _, r, _ in answer)
+        receivers += any(receives for _, receives, _ in answer)
+    assert receivers == layout.pp * layout.ep
+
+
 @pytest.mark.parametrize(
     ("moment", "rank", "left"),
     [

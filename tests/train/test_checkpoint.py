@@ -39,7 +39,7 @@ def worst(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> float:
         (Layout(), (EP2, Layout(pp=2, vpp=2)), {}),
         (Layout(pp=2, vpp=2), (Layout(tp=2, ep=2),), {}),
         (Layout(pp=2), (Layout(),), UNEVEN),
-        (UNEVEN_EP2PP2, (Layout(), EP2PP2), {}),
+        (UNEVEN_EP2PP2, (EP2PP2,), {}),
     ],
     ids=lambda value: str(value)[:40],
 )
