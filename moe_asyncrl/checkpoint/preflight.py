@@ -19,12 +19,14 @@ def check_model(recipe: Recipe) -> ModelSpec:
 
     Raises:
         UserError: a missing, damaged or incomplete checkpoint, a layout that does not fit, a context longer than the
-            model's.
+            model's, weights in a form that servers cannot be updated in.
     """
     path = Path(recipe.model.path)
     spec = ModelSpec.from_hf(path).with_mtp(recipe.model.mtp)
     with SafetensorsDir(path) as stored:
         check_tensors(stored, spec)
+        if recipe.algorithm.objective == "grpo":
+            check_served_form(stored)
     if recipe.model.max_context > spec.max_position_embeddings:
         raise UserError(
             f"model.max_context {recipe.model.max_context} is longer than the {spec.max_position_embeddings} tokens "
@@ -57,6 +59,16 @@ def check_reference(reference: Path, path: Path, spec: ModelSpec) -> None:
         )
     with SafetensorsDir(reference) as stored:
         check_tensors(stored, spec)
+
+
+def check_served_form(stored: SafetensorsDir) -> None:
+    """Raise UserError if servers would hold the weights quantised: the trainer's updates are plain, without scales."""
+    if stored.quantization is not None:
+        raise UserError(
+            f"model.path {stored.directory}: its weights are {stored.quantization.method.upper()}. The trainer reads "
+            "them, but a server that holds them quantised cannot take its updates, which are plain; write a plain copy "
+            "with `moe-asyncrl convert hf-to-megatron` and `megatron-to-hf`, and set model.path to it"
+        )
 
 
 def check_engine(spec: ModelSpec, engine: Engine) -> None:

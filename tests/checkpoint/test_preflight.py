@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from moe_asyncrl.checkpoint.preflight import check_model
-from moe_asyncrl.config.recipe import Data, Engine, Model, Recipe, Trainer
+from moe_asyncrl.config.recipe import Algorithm, Data, Engine, Model, Recipe, Trainer
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.tiny import make_tiny_model
+from tests.checkpoint.formats.quantised import fp8_copy
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,15 @@ def test_a_model_that_fits_is_accepted(model: Path) -> None:
 def test_what_would_fail_later_is_one_line_now(model: Path, sections: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         check_model(recipe(model, **sections))
+    assert "\n" not in str(caught.value)
+
+
+def test_quantised_weights_are_for_training_without_servers(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "plain", "qwen3_moe", 0, dtype="bfloat16")
+    quantised, _ = fp8_copy(tmp_path / "plain", tmp_path / "fp8")
+    check_model(recipe(quantised, algorithm=Algorithm(objective="sft")))
+    with pytest.raises(UserError, match=r"its weights are FP8\. .* cannot take its updates, .* plain copy") as caught:
+        check_model(recipe(quantised))
     assert "\n" not in str(caught.value)
 
 
