@@ -29,6 +29,17 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     p.add_argument("out", metavar="OUT", help="directory to make")
     _config(p)
     _mtp(p)
+    p.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="type to write (default: as converted; of a checkpoint that Megatron-Core wrote, the config's type)",
+    )
+    p.add_argument(
+        "--form",
+        choices=("plain", "fp8"),
+        default="plain",
+        help="`fp8` writes the weights that were published in FP8 so again (default: plain)",
+    )
     p.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="largest file to write (default: 5)")
     _workers(p)
 

@@ -12,6 +12,8 @@ FOLDER = "hf"
 """Where a distributed checkpoint keeps them."""
 SOURCE_INDEX = "source.index.json"
 """There, the index of the HF checkpoint: which file had which tensor."""
+CONVERTED = "converted.json"
+"""There, a mark: the weights have the types of the HF checkpoint that they come from."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -26,6 +28,7 @@ def read_carried(directory: Path) -> dict[str, bytes]:
         and not path.name.startswith(".")
         and path.suffix not in _WEIGHTS
         and not path.name.endswith(".index.json")
+        and path.name != CONVERTED
     }
 
 
@@ -35,21 +38,26 @@ def source_index(directory: Path) -> dict[str, bytes]:
     return {SOURCE_INDEX: path.read_bytes()} if path.is_file() else {}
 
 
+def was_converted(checkpoint: Path) -> bool:
+    """Whether a distributed checkpoint was converted from HF, and not written by Megatron-Core."""
+    return (checkpoint / FOLDER / CONVERTED).is_file()
+
+
 def with_config(carried: dict[str, bytes], *, drops_mtp: bool, dtype: str | None) -> dict[str, bytes]:
     """The same files with a config that says what was done to the weights.
 
-    `drops_mtp`: there are no multi-token-prediction layers any more. `dtype`: the weights are no longer quantised, and
-    of this type. A config that says so already keeps its bytes.
+    `drops_mtp`: there are no multi-token-prediction layers any more. `dtype`: the weights are of this type, and not
+    quantised; None: as they were. A config that says so already keeps its bytes.
     """
     config = json.loads(carried["config.json"])
     changes: dict[str, object] = {}
     if drops_mtp:
         changes |= {name: 0 for name in ("num_nextn_predict_layers", "num_mtp_layers") if name in config}
-    dequantised = dtype is not None and "quantization_config" in config
-    if dequantised:
+    if dtype is not None:
         names = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
         changes |= dict.fromkeys(names, dtype)
-    if not dequantised and all(config[name] == value for name, value in changes.items()):
+    dequantised = dtype is not None and "quantization_config" in config
+    if not dequantised and all(config.get(name) == value for name, value in changes.items()):
         return carried
     config.update(changes)
     if dequantised:

@@ -39,7 +39,9 @@ def _to_hf(args: argparse.Namespace) -> int:
         out,
         config=_path(args.config),
         mtp=args.mtp or "unsaid",
+        dtype=args.dtype,
         shard_bytes=int(args.shard_gb * 1e9),
+        form=args.form,
         workers=args.workers,
     )
     print(out)

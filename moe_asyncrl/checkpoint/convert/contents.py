@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from moe_asyncrl.checkpoint.convert.distcp import Chunk, DistcpDir, GlobalTensor
 from moe_asyncrl.checkpoint.convert.dtypes import ITEM_SIZES
 from moe_asyncrl.checkpoint.convert.hf_files import Stored
@@ -63,10 +65,11 @@ def tensor_content(
     shape: tuple[int, ...],
     start: int,
     stop: int,
+    dtype: str,
     source: DistcpDir,
     table: FileTable,
 ) -> Content:
-    """Rows [start, stop) of an HF tensor of the given shape, from the chunks of the parameters it is linked to.
+    """Rows [start, stop) of an HF tensor of the given shape and type, from chunks of the parameters it is linked to.
 
     Each link comes with the parameter's global tensor and its indices on the axes in front.
 
@@ -74,7 +77,7 @@ def tensor_content(
         UserError: a part of it lies in no chunk, or in two.
     """
     parts = []
-    item = ITEM_SIZES[links[0][1].dtype]
+    stored = links[0][1].dtype
     for link, tensor, lead in links:
         cut = link.within_hf(0, start, stop)
         if cut is None:
@@ -94,7 +97,8 @@ def tensor_content(
             f"{source.directory}: {links[0][1].key} has {found} of the {math.prod(whole)} elements of "
             f"{links[0][0].hf.name}, rows {start} to {stop}: chunks are missing or overlap"
         )
-    return _content(whole, item, parts)
+    content = _content(whole, ITEM_SIZES[stored], parts)
+    return content if stored == dtype else msgspec.structs.replace(content, types=(stored, dtype))
 
 
 def _part_of_stored(

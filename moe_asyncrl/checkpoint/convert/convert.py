@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from moe_asyncrl.checkpoint.convert.carried import (
+    CONVERTED,
     FOLDER,
     SOURCE_INDEX,
     read_carried,
@@ -31,11 +33,18 @@ from moe_asyncrl.checkpoint.convert.progress import Progress, gigabytes
 from moe_asyncrl.checkpoint.convert.to_hf import SHARD_BYTES, plan_to_hf
 from moe_asyncrl.checkpoint.convert.to_megatron import plan_to_megatron, sources_of
 from moe_asyncrl.checkpoint.convert.workspace import Identity, Workspace, source_files, workspace
+from moe_asyncrl.checkpoint.formats.beside import source_form
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.features import Mtp
+from moe_asyncrl.models.hf_config import quantization_of
 from moe_asyncrl.models.parameter_map import parameter_map
 from moe_asyncrl.models.spec import ModelSpec
+from moe_asyncrl.models.stored_names import SOURCE
 
+if TYPE_CHECKING:
+    from moe_asyncrl.checkpoint.convert.fp8_form import Fp8Form
+
+Form = Literal["plain", "fp8"]
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -58,7 +67,8 @@ def hf_to_megatron(
         plan = plan_to_megatron(stored, spec, layers)
         quantised = any(tensor.offset is None for tensor in stored.tensors.values())
         beside = with_config(carried, drops_mtp=spec.mtp == "drop", dtype="bfloat16" if quantised else None)
-        beside = beside | source_index(source)
+        beside |= source_index(source) | source_form(source, spec)
+        beside |= {CONVERTED: b"{}\n"}
         others = plan.others | {f"{FOLDER}/{name}": content for name, content in beside.items()}
         options = {"mtp": mtp, "layer_keys": layers}
         files = source_files([*sources_of(stored), source / "config.json"])
@@ -73,12 +83,16 @@ def megatron_to_hf(
     *,
     config: Path | None = None,
     mtp: Mtp = "unsaid",
+    dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    form: Form = "plain",
     workers: int | None = None,
 ) -> None:
     """Write the weights of the distributed checkpoint `source` as an HF checkpoint to the new directory `out`.
 
-    `config` is an HF directory that has config.json and tokenizer; by default what the checkpoint carries.
+    `config` is an HF directory that has config.json and tokenizer; by default what the checkpoint carries. `dtype` is
+    as in `open_megatron`. With the form `fp8`, the weights that were published in FP8 are written so again, as
+    `formats.encode` says.
 
     Raises:
         UserError: as `hf_to_megatron`.
@@ -87,21 +101,46 @@ def megatron_to_hf(
     spec = ModelSpec.from_hf(carried_dir).with_mtp(mtp)
     carried = read_carried(carried_dir)
     with workspace(out) as place:
-        stored = open_megatron(source, spec)
+        stored = open_megatron(source, spec, dtype)
+        published = _published_form(source, carried_dir) if form == "fp8" else None
         try:
-            plan = plan_to_hf(stored, _weight_map(carried_dir), shard_bytes=shard_bytes)
+            encoder = _fp8_form(published)
+            plan = plan_to_hf(stored, _weight_map(carried_dir), shard_bytes=shard_bytes, form=encoder)
         finally:
             stored.close()
-        dtype = stored.tensors[EMBEDDING].dtype
-        beside = with_config(carried, drops_mtp=spec.mtp == "drop", dtype=dtype)
+        written = stored.tensors[EMBEDDING].dtype
+        named = dtype is not None or "quantization_config" in json.loads(carried["config.json"])
+        if published is not None:
+            carried, named = carried | {"config.json": (published / "config.json").read_bytes()}, False
+        beside = with_config(carried, drops_mtp=spec.mtp == "drop", dtype=written if named else None)
         others = plan.others | beside
-        options = {"mtp": mtp, "shard_bytes": shard_bytes}
+        options = {"mtp": mtp, "shard_bytes": shard_bytes, "dtype": dtype, "form": form}
         names = {chunk.slot.file for tensor in stored.source.tensors.values() for chunk in tensor.chunks}
         files = source_files([*(source / name for name in names), source / METADATA, carried_dir / "config.json"])
         place.bind(Identity("megatron-to-hf", files, options, _digest(plan.units, others)))
         _begin_files(place, plan.files, plan.units)
         _carry_out(place, plan.units, worker_count(workers), source)
         _publish(place, others)
+
+
+def _published_form(source: Path, carried: Path) -> Path:
+    """Where the published FP8 config and scales are: carried, or in the HF directory that was named."""
+    for candidate in (carried / SOURCE, carried):
+        found = quantization_of(candidate)
+        if found is not None and found.method == "fp8":
+            return candidate
+    raise UserError(
+        f"{source} was not made from FP8 weights, so it cannot be written as FP8; leave `--form fp8` out, or name the "
+        "published FP8 checkpoint with `--config HF_DIR`"
+    )
+
+
+def _fp8_form(published: Path | None) -> Fp8Form | None:
+    if published is None:
+        return None
+    from moe_asyncrl.checkpoint.convert.fp8_form import Fp8Form
+
+    return Fp8Form(published)
 
 
 def worker_count(asked: int | None) -> int:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from moe_asyncrl.checkpoint.convert.casts import values
 from moe_asyncrl.checkpoint.convert.mover import Files, assembled
 from moe_asyncrl.checkpoint.convert.program import CompareUnit, Difference
 
@@ -42,15 +43,3 @@ def compare(tensor: int, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], a_typ
         distance = np.where(both | (x == y), 0.0, np.abs(x.astype(np.float64) - y))
     largest = float(distance.max()) if distance.size else 0.0
     return Difference(tensor, a.size, differing, math.inf if math.isinf(largest) else largest)
-
-
-def values(raw: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-    """float32 (float64 for float64) values of raw items."""
-    import numpy as np
-
-    if dtype == "bfloat16":
-        return (raw.astype(np.uint32) << 16).view(np.float32)
-    if dtype == "float16":
-        return raw.view(np.float16).astype(np.float32)
-    found: np.ndarray[Any, Any] = raw.view({"float32": np.float32, "float64": np.float64}[dtype])
-    return found

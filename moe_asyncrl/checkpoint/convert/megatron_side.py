@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_asyncrl.checkpoint.convert.carried import was_converted
 from moe_asyncrl.checkpoint.convert.contents import FileTable, tensor_content
 from moe_asyncrl.checkpoint.convert.distcp import DistcpDir, GlobalTensor
 from moe_asyncrl.checkpoint.convert.dtypes import WEIGHTS
@@ -15,6 +16,7 @@ from moe_asyncrl.checkpoint.convert.links import Link, links_of
 from moe_asyncrl.checkpoint.convert.program import Content
 from moe_asyncrl.checkpoint.ledger import Ledger
 from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.models.algebra import HfTensor
 from moe_asyncrl.models.parameter_map import Entry, parameter_map
 from moe_asyncrl.models.spec import ModelSpec
 
@@ -25,7 +27,10 @@ Placed = tuple[Link, GlobalTensor, tuple[int, ...]]
 
 @dataclass
 class MegatronCheckpoint:
-    """Whole and of this model. `tensors` are the HF tensors that it comes to, with no place of their own."""
+    """Whole and of this model. `tensors` are the HF tensors that it comes to, with no place of their own.
+
+    Their types are those that they shall have in HF; values of another type are rounded to them.
+    """
 
     source: DistcpDir
     tensors: Mapping[str, Stored]
@@ -38,15 +43,20 @@ class MegatronCheckpoint:
 
     def content(self, name: str, start: int, stop: int, table: FileTable) -> Content:
         """Rows [start, stop) of an HF tensor. Raises UserError where chunks are missing or damaged."""
-        return tensor_content(self._links[name], self.tensors[name].shape, start, stop, self.source, table)
+        tensor = self.tensors[name]
+        return tensor_content(self._links[name], tensor.shape, start, stop, tensor.dtype, self.source, table)
 
     def close(self) -> None:
         """Close the files that were looked into."""
         self.source.close()
 
 
-def open_megatron(directory: Path, spec: ModelSpec) -> MegatronCheckpoint:
+def open_megatron(directory: Path, spec: ModelSpec, dtype: str | None = None) -> MegatronCheckpoint:
     """Look at the metadata of a checkpoint.
+
+    Tensors have `dtype` in HF, but for those that have a type of their own there. By default a checkpoint that was
+    converted from HF keeps what it has, since it has the types of its source; one that Megatron-Core wrote has the
+    types of a model in memory, so the config's type is taken.
 
     Raises:
         UserError: it is damaged or incomplete; keys are missing, extra, or of another shape or type (all of them
@@ -66,7 +76,7 @@ def open_megatron(directory: Path, spec: ModelSpec) -> MegatronCheckpoint:
         tensor = stored[keyed.keys[0]]
         for link in links_of(keyed.entry):
             links.setdefault(link.hf.name, []).append((link, tensor, tuple(lead.index for lead in keyed.lead)))
-            types[link.hf.name] = tensor.dtype
+            types[link.hf.name] = _hf_type(link.hf, tensor, spec, dtype, keeps=was_converted(directory))
     for entry in parameter_map(spec).entries:
         if is_mtp_copy(entry):
             name, original = entry.hf[0].name, original_of_copy(entry, spec)
@@ -75,6 +85,12 @@ def open_megatron(directory: Path, spec: ModelSpec) -> MegatronCheckpoint:
         t.name: Stored(t.name, t.shape, types[t.name], directory, None) for t in parameter_map(spec).hf_tensors()
     }
     return MegatronCheckpoint(source, tensors, links)
+
+
+def _hf_type(hf: HfTensor, stored: GlobalTensor, spec: ModelSpec, asked: str | None, *, keeps: bool) -> str:
+    if keeps and (asked is None or hf.dtype is not None):
+        return stored.dtype
+    return hf.dtype or asked or spec.torch_dtype
 
 
 def original_of_copy(entry: Entry, spec: ModelSpec) -> str:

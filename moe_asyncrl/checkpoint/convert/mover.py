@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_asyncrl.checkpoint.convert.program import Content, Part, Run, WriteUnit
+from moe_asyncrl.checkpoint.convert.casts import cast
+from moe_asyncrl.checkpoint.convert.program import Content, Encoded, Part, Run, WriteUnit
 from moe_asyncrl.checkpoint.convert.torch_zip import frame
 from moe_asyncrl.data.errors import UserError
 
@@ -33,6 +34,7 @@ class Files:
         self._handles: dict[int, int] = {}
         self._maps: dict[int, mmap.mmap] = {}
         self._quantised: dict[Path, Any] = {}
+        self._encoders: dict[Path, Any] = {}
 
     def __enter__(self) -> Files:
         return self
@@ -77,6 +79,21 @@ class Files:
         found: np.ndarray[Any, Any] = value.view(raw).numpy()
         return found.view(raw_type(value.element_size()))
 
+    def encode(self, how: Encoded, values: np.ndarray[Any, Any]) -> memoryview:
+        """What FP8 stores of rows of a weight."""
+        import torch
+
+        from moe_asyncrl.checkpoint.formats.encode import Fp8
+        from moe_asyncrl.checkpoint.formats.scales import open_scales
+
+        folder = Path(self.names[how.folder])
+        if folder not in self._encoders:
+            torch.set_num_threads(1)
+            self._encoders[folder] = Fp8(open_scales(folder))
+        value = torch.from_numpy(values.view(f"<i{values.itemsize}")).view(getattr(torch, how.dtype))
+        found = self._encoders[folder].encode(how.weight, value, how.first)[how.stored]
+        return found.contiguous().view(torch.uint8).numpy().data.cast("B")
+
 
 def raw_type(item: int) -> str:
     """numpy's unsigned type of `item` bytes: values are moved as bits."""
@@ -84,7 +101,12 @@ def raw_type(item: int) -> str:
 
 
 def assembled(content: Content, files: Files) -> np.ndarray[Any, Any]:
-    """The content as an array of raw items."""
+    """The content as an array of raw items, of the type that is wanted."""
+    found = _as_stored(content, files)
+    return found if content.types is None else cast(found, *content.types)
+
+
+def _as_stored(content: Content, files: Files) -> np.ndarray[Any, Any]:
     import numpy as np
 
     if content.runs:
@@ -125,7 +147,10 @@ def write_unit(unit: WriteUnit, moved: Callable[[int], None]) -> None:
                 around = frame(piece.framed, piece.shape) if piece.framed else None
                 if around is not None:
                     at += _write(target, around.head, at)
-                size = _write_content(target, piece.content, files, at)
+                if piece.encoded is None:
+                    size = _write_content(target, piece.content, files, at)
+                else:
+                    size = _write(target, files.encode(piece.encoded, assembled(piece.content, files)), at)
                 if around is not None:
                     _write(target, around.tail, at + size)
                 moved(size)
@@ -137,12 +162,12 @@ def write_unit(unit: WriteUnit, moved: Callable[[int], None]) -> None:
 
 
 def _write_content(target: int, content: Content, files: Files, at: int) -> int:
+    if not content.runs or content.types is not None:
+        return _write(target, assembled(content, files).data.cast("B"), at)
     begin = at
     for run in content.runs:
         _copy(files, run, target, at)
         at += run.size
-    if not content.runs:
-        at += _write(target, assembled(content, files).data.cast("B"), at)
     return at - begin
 
 

@@ -44,9 +44,25 @@ class Content(msgspec.Struct, frozen=True, array_like=True):
 
     shape: tuple[int, ...]
     item: int
-    """Bytes of an element."""
+    """Bytes of a stored element."""
     runs: tuple[Run, ...]
     parts: tuple[Part, ...]
+    types: tuple[str, str] | None = None
+    """The type that is stored and the one that is wanted, where values change their type. `item` is of the first."""
+
+
+class Encoded(msgspec.Struct, frozen=True, array_like=True):
+    """The content is rows of a weight, and what is written is what FP8 stores of them."""
+
+    folder: int
+    """Number of the folder with the published scales, among the files of the unit."""
+    weight: str
+    first: int
+    """The first row; a block begins there."""
+    dtype: str
+    """The type of the values."""
+    stored: str
+    """Which of the tensors that are stored of the weight is written."""
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
@@ -59,6 +75,8 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     """A torch type: the content is written as a file of `torch.save` that holds one tensor of that type."""
     shape: tuple[int, ...] = ()
     """The framed tensor's shape."""
+    encoded: Encoded | None = None
+    """The content is quantised before it is written."""
 
 
 class WriteUnit(msgspec.Struct, frozen=True, tag="write"):
