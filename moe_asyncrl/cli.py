@@ -103,6 +103,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokenize", action="store_true", help="their tokens too")
     p.add_argument("--eval", action="store_true", help="the held-out prompts instead")
 
+    p = add("weights", _weights, "Show the plan of a recipe's weight updates: who sends what to whom. Nothing is sent.")
+    p.add_argument("what", choices=("plan",))
+    p.add_argument("recipe", help="YAML file; model.path may also be a file of configs/models")
+    p.add_argument("overrides", nargs="*", metavar="section.field=value")
+    p.add_argument("--mode", choices=("broadcast", "direct"), default="broadcast", help="default: broadcast")
+    p.add_argument("--json", action="store_true", help="the figures as JSON")
+
     p = add("launch", _launch, "Submit a recipe to Slurm.")
     p.add_argument("recipe", help="YAML file, or `demo`")
     p.add_argument("overrides", nargs="*", metavar="section.field=value")
@@ -327,6 +334,14 @@ def _data(args: argparse.Namespace) -> int:
     from moe_asyncrl.rollout.show import show
 
     for line in show(args.target, args.overrides, limit=args.limit, tokenize=args.tokenize, held_out=args.eval):
+        print(line)
+    return 0
+
+
+def _weights(args: argparse.Namespace) -> int:
+    from moe_asyncrl.weights.plan_command import show
+
+    for line in show(args.recipe, args.overrides, mode=args.mode, as_json=args.json):
         print(line)
     return 0
 
