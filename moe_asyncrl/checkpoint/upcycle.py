@@ -18,6 +18,7 @@ from moe_asyncrl.checkpoint.upcycle_plan import (
     mixtral_config,
     noisy_copy,
     router_weight,
+    spread_of,
     steps,
     typed,
 )
@@ -73,8 +74,9 @@ def _write(
             value = stored.read(step.source.name)
             for name in step.copies:
                 writer.write(name, value)
+            spread = spread_of(value, step.source.name) if step.noisy else 0.0
             for name in step.noisy:
-                writer.write(name, noisy_copy(value, name, how))
+                writer.write(name, noisy_copy(value, spread, name, how))
             if step.router is not None:
                 writer.write(step.router, router_weight(value, step.router, how, dtype))
         writer.close()

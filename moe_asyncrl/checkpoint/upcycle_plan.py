@@ -130,22 +130,27 @@ def typed(mixture: ModelSpec, found: Mapping[str, torch.dtype]) -> list[HfTensor
     return [replace(t, dtype=names.get(t.name)) for t in parameter_map(mixture).hf_tensors()]
 
 
-def noisy_copy(weight: torch.Tensor, name: str, how: Upcycling) -> torch.Tensor:
-    """weight + noise x std(weight) x N(0, 1) in float32, then in the type of `weight`; std is over the whole matrix.
-
-    The draw depends on the seed and on `name`, the expert's own tensor, and on nothing else.
+def spread_of(weight: torch.Tensor, name: str) -> float:
+    """Standard deviation over the whole matrix.
 
     Raises:
         UserError: the matrix is constant or not finite: no noise would tell its experts apart.
     """
-    value = weight.float().numpy()
-    spread = float(np.std(value, dtype=np.float64))
+    spread = float(np.std(weight.float().numpy(), dtype=np.float64))
     if not (math.isfinite(spread) and spread > 0):
-        raise UserError(f"{name}: the feed-forward matrix that it is made of has a standard deviation of {spread}")
+        raise UserError(f"{name} has a standard deviation of {spread}: experts made of it would not differ")
     # The sum's last bits depend on the machine's vector width; float32 does not have them.
-    noise = _normal(value.shape, name, how.seed)
-    noise *= np.float32(how.noise * float(np.float32(spread)))
-    noise += value
+    return float(np.float32(spread))
+
+
+def noisy_copy(weight: torch.Tensor, spread: float, name: str, how: Upcycling) -> torch.Tensor:
+    """weight + noise x spread x N(0, 1) in float32, then in the type of `weight`.
+
+    The draw depends on the seed and on `name`, the expert's own tensor, and on nothing else.
+    """
+    noise = _normal(tuple(weight.shape), name, how.seed)
+    noise *= np.float32(how.noise * spread)
+    noise += weight.float().numpy()
     return torch.from_numpy(noise).to(weight.dtype)
 
 
