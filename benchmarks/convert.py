@@ -4,9 +4,9 @@
 
 The checkpoint is made here: Qwen3-MoE in bfloat16 with random bits as weights, 12 GB, with `--quick` 1 GB. Measured in
 turn: cp, ours, cp, ours, …, each from the start of its process to the end of the `sync` behind it, each into a new
-place; all but the last of ours are removed. Where this process may, the page cache is dropped before each one (`cold` in the
-settings). A ratio is our rate over cp's in one pair; the median over the pairs is reported. Afterwards the weights that
-went both ways are compared with the original, bit by bit.
+place; all but the last of ours are removed. Where this process may, the page cache is dropped before each one (`cold`
+in the settings). A ratio is our rate over cp's in one pair; the median over the pairs is reported. Afterwards the
+weights that went both ways are compared with the original, bit by bit.
 
 Memory is anonymous memory (RssAnon of /proc/PID/status: no pages of files), summed over the command and its workers at
 one moment, the largest of all moments; looked at every 20 ms, by a thread of this process.

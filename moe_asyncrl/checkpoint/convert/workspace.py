@@ -19,7 +19,7 @@ import msgspec
 
 from moe_asyncrl.data.errors import UserError
 
-_OWN = ".convert"
+_OWN, _IDENTITY = ".convert", "identity.json"
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,7 +56,7 @@ class Workspace:
         Raises:
             UserError: another conversion was interrupted here.
         """
-        file = self.path / _OWN / "identity.json"
+        file = self.path / _OWN / _IDENTITY
         if file.is_file():
             self._check(file, identity)
             self.done = {
@@ -87,6 +87,13 @@ class Workspace:
         os.rename(self.path, self.out)
         _sync(self.out.parent)
         shutil.rmtree(self.out / _OWN)
+
+    def leave(self) -> None:
+        """Close the journal; remove the directory where nothing was begun in it."""
+        if self._journal >= 0:
+            os.close(self._journal)
+        elif not (self.path / _OWN / _IDENTITY).is_file():
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def _read_journal(self) -> Iterator[Done]:
         path = self.path / _OWN / "journal.jsonl"
@@ -120,7 +127,7 @@ class Workspace:
 
 @contextmanager
 def workspace(out: Path) -> Iterator[Workspace]:
-    """The workspace of `out`, locked until the end. What was written stays when the body raises.
+    """The workspace of `out`, locked until the end. When the body raises, what was written stays, if there is anything.
 
     Raises:
         UserError: `out` is taken, or another process is converting into it.
@@ -140,8 +147,8 @@ def workspace(out: Path) -> Iterator[Workspace]:
         found = Workspace(out, path, lock)
         yield found
     finally:
-        if found is not None and found._journal >= 0:
-            os.close(found._journal)
+        if found is not None:
+            found.leave()
         os.close(lock)
 
 
