@@ -11,10 +11,11 @@ from typing import Any
 
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.families import FAMILIES
+from moe_asyncrl.models.features import MtpForm
 from moe_asyncrl.models.hf_fields import HfFields
 from moe_asyncrl.models.quantization import Quantization, read_quantization
 from moe_asyncrl.models.spec import ModelSpec
-from moe_asyncrl.models.stored_names import mtp_form, stored_names
+from moe_asyncrl.models.stored_names import mtp_form, remembered_mtp_form, stored_names
 
 
 def read_spec(directory: Path) -> ModelSpec:
@@ -30,8 +31,16 @@ def read_spec(directory: Path) -> ModelSpec:
         pad = fields.token_ids("pad_token_id", spec.vocab_size)
         spec = replace(spec, eos_token_ids=ids, pad_token_id=pad[0] if pad else spec.pad_token_id)
     if spec.mtp_layers:
-        spec = replace(spec, mtp_form=mtp_form(stored_names(directory), spec.num_layers, spec.mtp_layers))
+        spec = replace(spec, mtp_form=_mtp_form(directory, spec))
     return spec
+
+
+def _mtp_form(directory: Path, spec: ModelSpec) -> MtpForm:
+    try:
+        remembered = remembered_mtp_form(directory)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{directory}: the form of multi-token-prediction layers cannot be read: {error}") from error
+    return remembered or mtp_form(stored_names(directory), spec.num_layers, spec.mtp_layers)
 
 
 def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:

@@ -9,6 +9,9 @@ from pathlib import Path
 from moe_asyncrl.models.features import MtpForm
 
 MTP_PREFIX = "mtp."
+SOURCE = "source"
+"""Folder beside a `config.json` without weights, with what the weights were stored as."""
+MTP_FILE = "mtp.json"
 _MAX_HEADER = 512 * 1024 * 1024
 
 
@@ -34,6 +37,12 @@ def mtp_form(names: Collection[str], num_layers: int, mtp_layers: int) -> MtpFor
         copies=not own_prefix
         and (not kept or any(name.endswith(("embed_tokens.weight", "shared_head.head.weight")) for name in kept)),
     )
+
+
+def remembered_mtp_form(directory: Path) -> MtpForm | None:
+    """The form that `SOURCE` beside a config remembers. Raises ValueError or TypeError if the file is damaged."""
+    path = directory / SOURCE / MTP_FILE
+    return MtpForm(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
 def stored_names(directory: Path) -> frozenset[str]:

@@ -44,7 +44,11 @@ def make(directory: Path, name: str, form: MtpForm = FORMS["one by one"]) -> Pat
     fields = fields | {"num_nextn_predict_layers": 1}
     make_tiny_model(directory, family, 5, init_std=None, alphabet="ascii", dtype="bfloat16", **fields)
     spec = replace(ModelSpec.from_hf(directory).with_mtp("keep"), mtp_form=form)
-    save_file(random_weights(spec, 5, None), directory / "model.safetensors", metadata={"format": "pt"})
+    tensors = random_weights(spec, 5, None)
+    for copy, original in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        if PREFIX[name] + copy + ".weight" in tensors:
+            tensors[PREFIX[name] + copy + ".weight"] = tensors[original + ".weight"].clone()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 

@@ -67,7 +67,8 @@ def hf_to_megatron(
         plan = plan_to_megatron(stored, spec, layers)
         quantised = any(tensor.offset is None for tensor in stored.tensors.values())
         beside = with_config(carried, drops_mtp=spec.mtp == "drop", dtype="bfloat16" if quantised else None)
-        beside |= source_index(source) | source_form(source, spec)
+        config = with_config(carried, drops_mtp=spec.mtp == "drop", dtype=None)["config.json"]
+        beside |= source_index(source) | source_form(source, spec, config)
         beside |= {CONVERTED: b"{}\n"}
         others = plan.others | {f"{FOLDER}/{name}": content for name, content in beside.items()}
         options = {"mtp": mtp, "layer_keys": layers}
@@ -117,6 +118,12 @@ def megatron_to_hf(
         options = {"mtp": mtp, "shard_bytes": shard_bytes, "dtype": dtype, "form": form}
         names = {chunk.slot.file for tensor in stored.source.tensors.values() for chunk in tensor.chunks}
         files = source_files([*(source / name for name in names), source / METADATA, carried_dir / "config.json"])
+        if published is not None:
+            files |= {
+                f"{SOURCE}/{path.name}": stamp
+                for path in published.iterdir()
+                for stamp in source_files([path]).values()
+            }
         place.bind(Identity("megatron-to-hf", files, options, _digest(plan.units, others)))
         _begin_files(place, plan.files, plan.units)
         _carry_out(place, plan.units, worker_count(workers), source)

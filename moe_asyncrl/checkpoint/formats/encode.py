@@ -71,18 +71,26 @@ class Fp8:
             found += [replace(tensor, dtype="float8_e4m3fn"), HfTensor(tensor.name + fp8.SCALE_SUFFIX, grid, dtype)]
         return found
 
-    def encode(self, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See Encoder. Raises UserError, naming the place, for a value that is not finite."""
+    def encode(self, name: str, value: torch.Tensor, first: int = 0) -> dict[str, torch.Tensor]:
+        """See Encoder. `value` may be a part of the first axis, from row `first`, where a block begins.
+
+        Raises UserError, naming the place, for a value that is not finite.
+        """
         if name not in self._published.weights:
             return {name: value}
         finite = torch.isfinite(value)
         if not bool(finite.all()):
             at = (~finite).nonzero()[0].tolist()
-            raise UserError(f"{name} is {float(value[tuple(at)])} at {at}, which FP8 cannot hold")
+            shown = [first + at[0], *at[1:]]
+            raise UserError(f"{name} is {float(value[tuple(at)])} at {shown}, which FP8 cannot hold")
         form = self._published.quantization
-        scales = self._published.read(name)
+        begin, count = first // fp8.rows_a_scale(value.ndim, form.block), fp8.grid(tuple(value.shape), form.block)[0]
+        scales = self._published.read(name)[begin : begin + count]
         found = fp8.quantize(value, form.block, scales, power_of_two=form.power_of_two)
-        for place, codes in self._published.kept(name):
+        for (row, *more), codes in self._published.kept(name):
+            if not begin <= row < begin + count:
+                continue
+            place = (row - begin, *more)
             area = fp8.area(place, tuple(value.shape), form.block)
             meant = fp8.dequantize(codes, scales[place][None, None], form.block).float()
             if torch.equal(meant.view(torch.int32), value[area].float().reshape(meant.shape).view(torch.int32)):

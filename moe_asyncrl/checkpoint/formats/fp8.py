@@ -39,6 +39,11 @@ def grid(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
     return (*lead, -(-rows // block[0]), -(-columns // block[1]))
 
 
+def rows_a_scale(axes: int, block: Block) -> int:
+    """How many entries of a weight's first axis one entry of its scales' first axis stands for."""
+    return block[0] if axes == 2 else 1
+
+
 def area(place: tuple[int, ...], shape: tuple[int, ...], block: Block) -> tuple[slice, ...]:
     """Where the block at `place` of the grid of scales lies in the weight; leading axes as slices of one."""
     *lead, row, column = place

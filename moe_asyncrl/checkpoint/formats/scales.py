@@ -13,14 +13,14 @@ For 671 billion weights in blocks of 128x128 that is 164 MB.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from moe_asyncrl.checkpoint.formats import fp8
 from moe_asyncrl.checkpoint.safetensors_dir import SafetensorsDir
@@ -134,16 +134,32 @@ class ScaleFolder:
         return found
 
 
+def open_scales(directory: Path) -> Scales:
+    """Those of a folder that `collect` wrote, or of an FP8 checkpoint. Raises UserError if it is neither."""
+    return ScaleFolder(directory) if (directory / LIST).is_file() else CheckpointScales(SafetensorsDir(directory))
+
+
+def collected(stored: SafetensorsDir, wanted: Container[str] | None = None) -> dict[str, bytes]:
+    """The files of a folder with the published scales of an FP8 checkpoint, or of its weights that are `wanted`.
+
+    Raises UserError if the checkpoint is not FP8 or damaged.
+    """
+    scales = CheckpointScales(stored)
+    if wanted is not None:
+        scales.weights = {name: shape for name, shape in scales.weights.items() if name in wanted}
+    listed = _Listed(quantization_config=dict(scales.quantization.stated), weights=scales.weights)
+    return {SCALES: save(dict(_tensors(scales))), LIST: msgspec.json.encode(listed)}
+
+
 def collect(stored: SafetensorsDir, directory: Path) -> None:
-    """Write the published scales of an FP8 checkpoint to the new folder `directory`; `fp8.json` comes last.
+    """Write the published scales of an FP8 checkpoint to the folder `directory`; `fp8.json` comes last.
 
     Raises UserError if the checkpoint is not FP8 or damaged, OSError if the folder cannot be written.
     """
-    scales = CheckpointScales(stored)
+    files = collected(stored)
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(dict(_tensors(scales)), directory / SCALES)
-    listed = _Listed(quantization_config=dict(scales.quantization.stated), weights=scales.weights)
-    write_atomic(directory / LIST, msgspec.json.encode(listed))
+    for name, content in files.items():
+        write_atomic(directory / name, content)
 
 
 class _Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -39,7 +39,8 @@ def blockwise(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int])
 def is_fp8(name: str) -> bool:
     """Which tensors publishers quantise: linear weights, not those of routers, embeddings, heads and `eh_proj`."""
     exempt = ("embed_tokens.", "lm_head.", "mlp.gate.", "block_sparse_moe.gate.", "eh_proj.", "shared_head.", "norm")
-    return ("_proj" in name or ".experts." in name) and name.endswith("weight") and not any(e in name for e in exempt)
+    ends = ("weight", ".experts.gate_up_proj", ".experts.down_proj")
+    return ("_proj" in name or ".experts." in name) and name.endswith(ends) and not any(e in name for e in exempt)
 
 
 def fp8_copy(
