@@ -43,7 +43,7 @@ def save(state: TrainState, checkpoints: Path, info: CheckpointInfo, *, keep: in
 
 def save_weights(model: ModelOnRank, checkpoints: Path, info: CheckpointInfo) -> Path:
     """Write the weights alone, as the one checkpoint in `checkpoints`; otherwise as `save`."""
-    return finish(_begin(lambda: _weights(model.chunks), checkpoints, info), keep=1)
+    return finish(_begin(lambda: (_weights(model.chunks), {}), checkpoints, info), keep=1)
 
 
 def begin(state: TrainState, checkpoints: Path, info: CheckpointInfo, note: Note | None = None) -> Begun:
@@ -72,12 +72,17 @@ def finish(begun: Begun, *, keep: int, keep_every: int = 0, stall_s: float = 600
 
 
 def _begin(
-    content: Callable[[], dict[str, Any]], checkpoints: Path, info: CheckpointInfo, note: Note | None = None
+    content: Callable[[], tuple[dict[str, Any], dict[int, Any]]],
+    checkpoints: Path,
+    info: CheckpointInfo,
+    note: Note | None = None,
 ) -> Begun:
+    """`content`: weights and the optimizer's state, sharded."""
     what = f"the checkpoint of step {info.step}"
     with agree(f"making room for {what}"):
         folder = make_room(checkpoints, info.step) if dist.get_rank() == 0 else folder_of(checkpoints, info.step)
-    writing = plan_and_copy(content(), folder, what, note)
+    weights, moments = content()
+    writing = plan_and_copy(weights | ({"optimizer": moments} if moments else {}), moments, folder, what, note)
     writing.start()
     return Begun(writing, info)
 
@@ -141,11 +146,11 @@ def adam_steps(optimizer: Any) -> int:
     return 0
 
 
-def _state(state: TrainState) -> dict[str, Any]:
-    """What stands on disk, as sharded tensors; with the optimizer's state gathered where it is written."""
+def _state(state: TrainState) -> tuple[dict[str, Any], dict[int, Any]]:
+    """Weights, and copies of the optimizer's state where they are written, as sharded tensors."""
     weights, metadata = _weights(state.model.chunks), _metadata()
     moments = {i: sharded_state(part, weights, metadata) for i, part in enumerate(_parts(state.optimizer))}
-    return {**weights, "optimizer": moments}
+    return weights, moments
 
 
 def _wanted(state: TrainState) -> tuple[dict[str, Any], dict[int, tuple[Any, dict[str, Any]]]]:

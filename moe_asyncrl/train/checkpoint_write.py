@@ -13,7 +13,8 @@ import inspect
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ BACKEND = ("torch_dist", 1)
 TURN_S = 1.0
 """Longest time between two looks of a rank that waits: the others are never left longer in a collective."""
 
+Items = deque[tuple[Any, Any]]
 Note = Callable[[float, float, int, str], None]
 """Told of this rank's writing when it ends: start and end (Unix seconds), bytes, and why it failed, else nothing."""
 
@@ -45,7 +47,9 @@ class Writing:
     common: dict[str, Any]
     """What is not sharded; the first rank writes it."""
     writer: Any
-    """Megatron-Core's writer, whose buckets hold the copied tensors."""
+    """Megatron-Core's writer, which knows the format."""
+    items: Items
+    """What is left to write: Megatron-Core's plan for each piece, and its bytes or a tensor that nobody changes."""
     metadata: Any
     """Where each tensor is; on the first rank."""
     collect: Callable[[Any], list[Any] | None]
@@ -128,71 +132,84 @@ class Writing:
 
         if self.rank == 0:
             get_default_save_common_strategy().save_common(self.common, str(self.folder))
+        if not self.items:
+            return
+        blobs = [entry for entry in self.items if not isinstance(entry[1], torch.Tensor)]
+        self.items = deque(entry for entry in self.items if isinstance(entry[1], torch.Tensor))
         # Without its decorator, which turns Python's garbage collector off in the whole process meanwhile.
-        write = inspect.unwrap(type(self.writer).write_preloaded_data)
-        transforms = [self.writer.transforms] if hasattr(self.writer, "transforms") else []
-        buckets = self.writer.write_buckets
-        while buckets:
-            answers: queue.Queue[Any] = queue.Queue()
-            counter: queue.Queue[Any] = queue.Queue()
-            counter.put(0)
-            # Popped, so that each bucket's memory is free again as soon as it is on disk.
-            write(
-                transforms,
-                local_proc_idx=0,
-                write_bucket=buckets.pop(0),
-                results_queue=answers,
-                count_queue=counter,
-                use_fsync=True,
-            )
-            _, written = answers.get_nowait()
-            if isinstance(written, Exception):
-                raise written
-            self.results += written
-            self.bytes += sum(result.size_in_bytes for result in written)
+        write = inspect.unwrap(self.writer.write_preloaded_data)
+        name = f"__{self.rank}_0.distcp"
+        answers: queue.Queue[Any] = queue.Queue()
+        counter: queue.Queue[Any] = queue.Queue()
+        counter.put(0)
+        write(
+            [self.writer.transforms] if hasattr(self.writer, "transforms") else [],
+            local_proc_idx=0,
+            write_bucket=(str(self.folder / name), name, (blobs, self._compact())),
+            results_queue=answers,
+            count_queue=counter,
+            use_fsync=True,
+        )
+        _, written = answers.get_nowait()
+        if isinstance(written, Exception):
+            raise written
+        self.results = written
+        self.bytes = sum(result.size_in_bytes for result in written)
+
+    def _compact(self) -> Iterator[tuple[Any, Any]]:
+        """Each tensor alone: a view would be written with all that it is part of. Memory goes back as it is written."""
+        while self.items:
+            item, data = self.items.popleft()
+            yield item, data if data.untyped_storage().nbytes() == data.nbytes else data.clone()
 
     def _on_disk(self) -> int:
-        own = self.folder.glob(f"__{self.rank}_*.distcp")
+        own = self.folder.glob(f"__{self.rank}_0.distcp")
         return sum(path.stat().st_size for path in own)
 
     def _said(self, why: str) -> str:
         return f"{self.folder}: rank {self.rank} could not write {self.what}: {why}"
 
 
-def plan_and_copy(content: dict[str, Any], folder: Path, what: str, note: Note | None = None) -> Writing:
+def plan_and_copy(
+    content: dict[str, Any], copied: dict[int, Any], folder: Path, what: str, note: Note | None = None
+) -> Writing:
     """Plan the files of a sharded state and copy what this rank will write to host memory. Collective.
 
-    Afterwards the state may change. The copy takes as many bytes as this rank's files: of a tensor that several ranks
-    have, only the first copy is written.
+    Afterwards the state may change. The copy takes as many bytes as this rank's file: of a tensor that several ranks
+    have, only the first one's is written. `copied`: the part of the content that is such a copy already.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from megatron.core.dist_checkpointing.strategies import torch as torch_format
+    from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 
-    # Megatron-Core's own queue is a process that outlives a killed trainer; ours needs none.
-    filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
+    ours = {_storage(part.data) for part in nested_values(copied)}
     sharded, common = save_preprocess(content)
-    planned: list[tuple[Any, tuple[Any, Any, Any]]] = []
-    strategy = TorchDistSaveShardedStrategy(*BACKEND)
-    # In place of a request for Megatron-Core's own writer, which could not tell all ranks of a full disk.
-    strategy._get_save_and_finalize_callbacks = lambda writer, plan: planned.append((writer, plan))
-    strategy.async_save(sharded, str(folder))
-    ((writer, (_, metadata, group)),) = planned
+    # What `TorchDistSaveShardedStrategy.async_save` does, but for its writer, whose queue is a process that outlives a
+    # killed trainer, and whose end cannot tell the other ranks of a full disk.
+    by_key, _, _ = torch_format._replace_state_dict_keys_with_sharded_keys(sharded, True)
+    writer = torch_format.FileSystemWriterAsync(str(folder))
+    items: Items = deque()
+    writer.prepare_write_data = lambda plan, planner: items.extend((i, planner.resolve_data(i)) for i in plan.items)
+    planned = save_state_dict_async_plan(
+        torch_format.mcore_to_pyt_state_dict(by_key, False),
+        writer,
+        None,
+        0,
+        planner=torch_format.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+    )
+    _, metadata, group = planned[0]
     with agree(f"copying {what} to host memory"):
-        live = {_storage(part.data) for part in nested_values(sharded) if isinstance(part.data, torch.Tensor)}
-        writer.write_buckets = [
-            (path, name, (data, [(item, _own(tensor, live)) for item, tensor in tensors]))
-            for path, name, (data, tensors) in writer.write_buckets
-        ]
-    return Writing(folder, dist.get_rank(), what, common, writer, metadata, group.gather_object, note)
+        for place, (item, data) in enumerate(items):
+            items[place] = item, _own(data, ours)
+    return Writing(folder, dist.get_rank(), what, common, writer, items, metadata, group.gather_object, note)
 
 
-def _own(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
-    """The tensor in host memory that nobody else writes to; Megatron-Core has copied only what was part of another."""
-    if tensor.device.type != "cpu":
-        return tensor.cpu()
-    return tensor.clone() if _storage(tensor) in live else tensor
+def _own(data: Any, ours: set[int]) -> Any:
+    """The same in host memory, where training does not change it."""
+    if not isinstance(data, torch.Tensor) or _storage(data) in ours:
+        return data
+    return data.detach().cpu() if data.device.type != "cpu" else data.detach().clone()
 
 
 def _storage(tensor: torch.Tensor) -> int:

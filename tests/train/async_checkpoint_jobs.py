@@ -42,14 +42,14 @@ def held_back() -> Iterator[threading.Event]:
 def both_ways(layout: Layout, *, spec: ModelSpec, root: str, alias: bool = False) -> dict[str, Any]:
     """The same state saved at once and, to another folder, while two more steps are trained.
 
-    `alias`: planted, what Megatron-Core takes for its own copy is not copied.
+    `alias`: planted, the weights are not copied.
     """
     state = new_state(layout, changes={}, spec=spec)
     log = [one_step(state, step) for step in (0, 1)]
     at_once = checkpoint.save(state, Path(root) / "at-once", info_of(state, 2), keep=2)
     own = checkpoint_write._own
     if alias:
-        checkpoint_write._own = lambda tensor, _live: tensor
+        checkpoint_write._own = lambda data, _ours: data
     try:
         with held_back() as go:
             begun = checkpoint.begin(state, Path(root) / "later", info_of(state, 2))
