@@ -47,6 +47,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("run", help="run folder, for example runs/latest")
     p.add_argument("out", help="directory to make")
     p.add_argument("--step", type=int, help="checkpoint to take (default: the newest complete one)")
+    p.add_argument(
+        "--form",
+        choices=("plain", "fp8"),
+        default="plain",
+        help="`fp8` writes the weights that are FP8 in model.path so again (default: plain)",
+    )
 
     p = add("upcycle", _upcycle, "Make a dense Llama checkpoint into a Mixtral, each expert a noisy copy.")
     p.add_argument("source", help="HF directory of the dense model")
@@ -276,7 +282,7 @@ def _eval(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from moe_asyncrl.cluster.export import export_run
 
-    print(export_run(args.run, args.out, step=args.step))
+    print(export_run(args.run, args.out, step=args.step, form=args.form))
     return 0
 
 

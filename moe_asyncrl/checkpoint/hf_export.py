@@ -120,6 +120,13 @@ def check_place(out: Path, source: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
 
 
+def check_form(form: Form, source: Path) -> None:
+    """Raise UserError if nothing in `source` was published in the form that is asked for."""
+    if form == "fp8":
+        with SafetensorsDir(source) as stored:
+            CheckpointScales(stored)
+
+
 def _with_stored_types(tensors: Sequence[HfTensor], source: Path) -> list[HfTensor]:
     """Tensors with a type of their own take that of the source, where it has weights: checkpoints differ in it."""
     if not any(tensor.dtype for tensor in tensors) or not has_weights(source):

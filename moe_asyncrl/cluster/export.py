@@ -18,6 +18,7 @@ from moe_asyncrl.telemetry.run_folder import RunFolder
 from moe_asyncrl.train.checkpoint_folder import SIDE_FILE, complete_steps, folder_of, newest_complete, read_info
 
 if TYPE_CHECKING:
+    from moe_asyncrl.checkpoint.hf_export import Form
     from moe_asyncrl.train.build import TrainState
 
 log = logging.getLogger(__name__)
@@ -25,25 +26,28 @@ ATTEMPTS = 3
 """Checkpoints tried: a run that goes on removes older ones."""
 
 
-def export_run(run: str, out: str, *, step: int | None = None) -> Path:
+def export_run(run: str, out: str, *, step: int | None = None, form: Form = "plain") -> Path:
     """Write the checkpoint of `step` (the newest complete one if not given) to the new directory `out`.
 
-    Runs in this process on the CPU. Raises `UserError` if there is no such checkpoint or `out` is not empty.
+    In the form `fp8`, weights that are FP8 in `model.path` are FP8 again, and all others have the type they have there.
+    Runs in this process on the CPU. Raises `UserError` if there is no such checkpoint, `out` is not empty, or
+    `model.path` is not FP8 where that is asked for.
     """
     with warnings.catch_warnings():
         # Megatron warns of every package that it could use and does not find: nothing that a user of ours can act on.
         warnings.simplefilter("ignore")
-        return _export(*open_run(run), Path(out), step)
+        return _export(*open_run(run), Path(out), step, form)
 
 
-def _export(folder: RunFolder, recipe: Recipe, out: Path, step: int | None) -> Path:
-    from moe_asyncrl.checkpoint.hf_export import check_place, export_hf
+def _export(folder: RunFolder, recipe: Recipe, out: Path, step: int | None, form: Form) -> Path:
+    from moe_asyncrl.checkpoint.hf_export import check_form, check_place, export_hf
     from moe_asyncrl.models.layout import Layout
     from moe_asyncrl.models.spec import ModelSpec
     from moe_asyncrl.train.build import build_train_state
     from moe_asyncrl.train.parallel import ParallelRuntime
 
     check_place(out, Path(recipe.model.path))
+    check_form(form, Path(recipe.model.path))
     choose(folder, step)
     spec = ModelSpec.from_hf(recipe.model.path).with_mtp(recipe.model.mtp)
     capabilities = Capabilities()
@@ -54,7 +58,8 @@ def _export(folder: RunFolder, recipe: Recipe, out: Path, step: int | None) -> P
         dtype: torch.dtype = getattr(torch, recipe.model.dtype)
         state = build_train_state(spec, layout, capabilities, recipe.optimizer, rank=0, dtype=dtype)
         read(state, folder, step)
-        export_hf(state.model.chunks, spec, layout, out, source_hf_dir=recipe.model.path, dtype=dtype)
+        stored = dtype if form == "plain" else None
+        export_hf(state.model.chunks, spec, layout, out, source_hf_dir=recipe.model.path, dtype=stored, form=form)
     finally:
         runtime.close()
     return out
