@@ -29,13 +29,13 @@ def verify(a: Path, b: Path | None, *, config: Path | None, mtp: Mtp | None, wor
         if path is None:
             continue
         others = () if other is None else (other,)
+        kind = "distributed" if is_megatron(path) else "HF"
         checkpoint, spec = open_whole(path, config_of(path, config, *others), mtp)
         try:
             check_readable(checkpoint)
         finally:
             checkpoint.close()
         size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-        kind = "distributed" if is_megatron(path) else "HF"
         say(f"{path}: a whole {kind} checkpoint of {spec.family}: {len(checkpoint.tensors)} tensors, {gigabytes(size)}")
         found.append(checkpoint)
     if len(found) == 1:

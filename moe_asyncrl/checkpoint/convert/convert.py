@@ -265,7 +265,7 @@ def _check_room(place: Workspace, left: int, targets: Iterable[Path]) -> None:
     free = shutil.disk_usage(place.path).free
     if free + begun < left:
         raise UserError(
-            f"{place.out.parent} has {gigabytes(free)} free, the conversion needs {gigabytes(left - begun)} more; make "
+            f"{place.out.parent} has {gigabytes(free)} free, the conversion needs {gigabytes(left - begun)}; make "
             "room and repeat the same command"
         )
 
