@@ -43,12 +43,12 @@ def test_logits_equal_transformers_and_the_export_is_the_checkpoint(
 
 
 FP8 = ("glm", "glm-air", "deepseek", "kimi", "minimax", "moe4")
-"""Published in FP8, or by publishers that do."""
+"""Tried in FP8, whether or not they are published so."""
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Path]]:
-    """A model in bfloat16, and in the quantised form that its family is published in, made when first asked for."""
+    """A model in bfloat16 and in a quantised form that its family can have, made when first asked for."""
     root = tmp_path_factory.mktemp("stored")
     made: dict[str, dict[str, Path]] = {}
 

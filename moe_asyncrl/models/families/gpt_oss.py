@@ -1,7 +1,7 @@
 """gpt-oss: biases everywhere, attention sinks, every other layer windowed, experts stacked, transposed and interleaved.
 
-A checkpoint keeps all experts of a layer in one tensor, input size first, and gate and up as alternating columns. This
-is the map of the bfloat16 form; the published MXFP4 form must be dequantised first.
+A checkpoint keeps all experts of a layer in one tensor, input size first, and gate and up as alternating columns. The
+published MXFP4 form is read as this one (`checkpoint.formats.mxfp4`).
 
 Reference: `GptOssForCausalLM` of transformers; arXiv 2508.10925, section 2.
 """
