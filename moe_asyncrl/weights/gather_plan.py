@@ -18,6 +18,7 @@ from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.parameter_map import Entry, parameter_map
 from moe_asyncrl.models.shards import Shard, check_layout, entry_owners, stage_of
 from moe_asyncrl.models.spec import ModelSpec
+from moe_asyncrl.weights.fuse import fused_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ def plan_gather(spec: ModelSpec, layout: Layout, max_elements: int) -> tuple[Buc
     """Buckets of at most `max_elements` that cover every HF tensor exactly once.
 
     The tensors of one Megatron parameter (q, k, v; gate and up of an expert) stay together, and so do the parameters of
-    one tensor (a stack of experts): what is larger than `max_elements` has a bucket of its own. Raises UserError if the
-    layout does not fit the model.
+    one tensor (a stack of experts) and those that engines fuse (down-projections of latent attention): what is larger
+    than `max_elements` has a bucket of its own. Raises UserError if the layout does not fit the model.
     """
     check_layout(spec, layout)
     return tuple(_plan_bucket(entries, spec, layout) for entries in _group(spec, max_elements))
@@ -83,19 +84,28 @@ def _group(spec: ModelSpec, max_elements: int) -> Iterator[list[Entry]]:
 
 
 def _units(spec: ModelSpec) -> Iterator[list[Entry]]:
-    """Entries that share HF tensors, together; the map has them one after the other."""
+    """Entries that must lie in one bucket: they share HF tensors, or engines make one parameter of their tensors.
+
+    A unit has all entries from its first to its last: the map has those that belong together near each other.
+    """
+    entries = [entry for entry in parameter_map(spec).entries if not entry.tied_copy]
+    last = {_together(spec, t.name): number for number, entry in enumerate(entries) for t in entry.hf}
     unit: list[Entry] = []
-    names: set[str] = set()
-    for entry in parameter_map(spec).entries:
-        if entry.tied_copy:
-            continue
-        own = {tensor.name for tensor in entry.hf}
-        if unit and names.isdisjoint(own):
-            yield unit
-            unit, names = [], set()
+    end = 0
+    for number, entry in enumerate(entries):
         unit.append(entry)
-        names |= own
-    yield unit
+        end = max(end, *(last[_together(spec, tensor.name)] for tensor in entry.hf))
+        if number == end:
+            yield unit
+            unit = []
+
+
+def _together(spec: ModelSpec, name: str) -> str:
+    """The same for tensors that engines can only load together.
+
+    SGLang keeps q_a_proj of DeepSeek-V3 until kv_a_proj_with_mqa comes, within one call: apart, neither is loaded.
+    """
+    return f"{fused_group(spec.family, name)} {name.rpartition('.')[2]}"
 
 
 def _dtype(entries: Sequence[Entry]) -> str | None:
