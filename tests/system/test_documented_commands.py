@@ -30,7 +30,7 @@ from tests.system.command import metrics
 from tests.system.documented import DOCUMENTS, ROOT, Documented, everywhere, fenced, spans
 from tests.system.user_run import Done
 
-LOOKING = ("config", "data", "tiny-model", "report", "trace", "samples", "top", "status", "logs")
+LOOKING = ("config", "data", "tiny-model", "report", "trace", "samples", "top", "status", "logs", "weights")
 """Subcommands that are cheap enough to be run here, on the finished run."""
 USER_RUN = "tests/system/test_user_run.py::test_it_ends_well_and_says_so"
 EXPORT = "tests/system/test_user_run.py::test_export_and_evaluation"
@@ -53,6 +53,17 @@ ELSEWHERE = {
         "tests/slurm/test_values.py::test_the_example_clusters_make_whole_scripts"
     ),
     "moe-asyncrl upcycle my-llama my-mixture --top-k 2": "tests/checkpoint/test_upcycle.py::test_the_command",
+    **dict.fromkeys(
+        (
+            "moe-asyncrl convert hf-to-megatron my-model my-checkpoint",
+            "moe-asyncrl convert megatron-to-hf my-checkpoint my-model-again",
+            "moe-asyncrl convert megatron-to-hf my-megatron-run my-trained-model --config my-model",
+            "moe-asyncrl convert inspect my-checkpoint",
+            "moe-asyncrl convert verify my-model my-checkpoint",
+            "moe-asyncrl convert diff my-checkpoint my-model-again",
+        ),
+        "tests/checkpoint/convert/test_command.py::test_the_commands_of_the_document",
+    ),
     "moe-asyncrl stop runs/latest": ("tests/slurm/test_refusals.py::test_status_and_stop_of_a_run_on_this_machine"),
 }
 """Commands that start a run or a job: the test that runs the same with other names."""
