@@ -190,3 +190,14 @@ def hf_rows(hf_dir: str, name: str) -> torch.Tensor:
 
     tensors = load_file(Path(hf_dir) / "model.safetensors")
     return tensors["model.embed_tokens.weight" if "word_embeddings" in name else "lm_head.weight"]
+
+
+def train_checkpoint(layout: Layout, hf_dir: str, checkpoints: str) -> str:
+    """A checkpoint of this project's trainer, optimizer and all, before its first step; its folder."""
+    from moe_asyncrl.train import checkpoint
+    from moe_asyncrl.train.build import build_train_state
+    from tests.train.checkpoint_jobs import SETTINGS, info_of
+
+    spec = ModelSpec.from_hf(hf_dir)
+    state = build_train_state(spec, layout, CPU, SETTINGS, rank=dist.get_rank(), hf_dir=hf_dir)
+    return str(checkpoint.save(state, Path(checkpoints), info_of(state, 0), keep=1))

@@ -53,6 +53,10 @@ def test_the_commands_of_the_document(home: Path, capfd: Said) -> None:
     assert code == 0 and out.splitlines()[-1] == "equal bit by bit: 98 tensors, 332336 elements"
     code, out, _ = run(capfd, "diff", "my-checkpoint", "my-model-again")
     assert code == 0
+    shutil.copytree(home / "my-checkpoint", home / "my-megatron-run", ignore=shutil.ignore_patterns("hf"))
+    words = ("megatron-to-hf", "my-megatron-run", "my-trained-model", "--config", "my-model")
+    assert run(capfd, *words)[:2] == (0, "my-trained-model\n")
+    assert contents(home / "my-trained-model") == contents(home / "my-model")
     code, out, _ = run(capfd, "verify", "my-model")
     assert code == 0 and out == "my-model: a whole HF checkpoint of qwen3_moe: 98 tensors, 1.3 MB\n"
 

@@ -86,6 +86,17 @@ def test_a_model_of_plain_megatron_code_with_a_padded_vocabulary(
     assert contents(tmp_path / "out") == contents(hf_dir)
 
 
+@pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(pp=2, stage_layers=(2, 3))], ids=str)
+def test_a_checkpoint_of_the_trainer_is_a_source(layout: Layout, pool: WorkerPool, tmp_path: Path) -> None:
+    """Its weights; what it holds of the optimizer is passed over."""
+    hf_dir = make(tmp_path, "moe5")
+    job = "tests.checkpoint.convert.jobs:train_checkpoint"
+    folder, *_ = pool.run(job, layout=layout, hf_dir=str(hf_dir), checkpoints=str(tmp_path / "checkpoints"))
+    assert any(key.startswith("optimizer.") for key in DistcpDir.open(Path(folder)).tensors)
+    megatron_to_hf(Path(folder), tmp_path / "out", config=hf_dir, workers=1)
+    assert contents(tmp_path / "out") == contents(hf_dir)
+
+
 def test_a_wrong_value_is_seen(pool: WorkerPool, tmp_path: Path) -> None:
     """Two experts exchanged inside the converted file: the comparison of the other tests finds it."""
     hf_dir = make(tmp_path, "moe5")
