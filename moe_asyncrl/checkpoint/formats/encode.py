@@ -78,11 +78,9 @@ class Fp8:
         """
         if name not in self._published.weights:
             return {name: value}
-        finite = torch.isfinite(value)
-        if not bool(finite.all()):
-            at = (~finite).nonzero()[0].tolist()
-            shown = [first + at[0], *at[1:]]
-            raise UserError(f"{name} is {float(value[tuple(at)])} at {shown}, which FP8 cannot hold")
+        at = fp8.not_finite(value)
+        if at is not None:
+            raise UserError(f"{name} is {float(value[at])} at {[first + at[0], *at[1:]]}, which FP8 cannot hold")
         form = self._published.quantization
         begin, count = first // fp8.rows_a_scale(value.ndim, form.block), fp8.grid(tuple(value.shape), form.block)[0]
         scales = self._published.read(name)[begin : begin + count]

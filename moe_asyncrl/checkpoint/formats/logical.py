@@ -131,13 +131,12 @@ def check_finite(
     value: torch.Tensor, tensor: StoredTensor, start: tuple[int, ...], step: tuple[int, ...] | None = None
 ) -> None:
     """Raise UserError, naming the first place, if a dequantised value is NaN or infinite."""
-    finite = torch.isfinite(value)
-    if bool(finite.all()):
+    place = fp8.not_finite(value)
+    if place is None:
         return
-    place = (~finite).nonzero()[0].tolist()
     at = [a + i * s for a, i, s in zip(start, place, step or [1] * len(start), strict=True)]
     raise UserError(
-        f"{tensor.file}: tensor {tensor.name} is {float(value[tuple(place)])} at {at} once dequantised: "
+        f"{tensor.file}: tensor {tensor.name} is {float(value[place])} at {at} once dequantised: "
         "the file is damaged, or was written by another program than the model's own"
     )
 
