@@ -8,6 +8,7 @@ a step is random (there is no dropout), so there is no generator to save.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from moe_asyncrl.train.checkpoint_write import Note, Writing, plan_and_copy
 from moe_asyncrl.train.optimizer_state import sharded_state
 from moe_asyncrl.train.passes import ModelOnRank
 from moe_asyncrl.weights.agree import agree
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,10 @@ def finish(begun: Begun, *, keep: int, keep_every: int = 0, stall_s: float = 600
 
     def last() -> None:
         seal(folder, begun.info)
-        retain(folder.parent, keep, keep_every)
+        try:
+            retain(folder.parent, keep, keep_every)
+        except OSError as error:  # the new one is complete; what stays goes with the next one
+            log.warning("an older checkpoint could not be removed: %s", error)
 
     begun.writing.complete(last)
     return folder

@@ -60,14 +60,14 @@ def seal(folder: Path, info: CheckpointInfo) -> None:
         if path.is_file() and path.name != SIDE_FILE and not path.name.endswith(".tmp")
     ]
     for path in found:
-        _sync(path)
-    _sync(folder)
+        sync(path)
+    sync(folder)
     files = {str(path.relative_to(folder)): path.stat().st_size for path in found}
     write_atomic(
         folder / SIDE_FILE, msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(info, files=files)))
     )
-    _sync(folder)
-    _sync(folder.parent)
+    sync(folder)
+    sync(folder.parent)
 
 
 def read_info(folder: Path) -> CheckpointInfo:
@@ -150,7 +150,8 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file or a folder on the disk before going on."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

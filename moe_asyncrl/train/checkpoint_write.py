@@ -13,7 +13,6 @@ import inspect
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.train.checkpoint_folder import sync
 from moe_asyncrl.weights.agree import agree, lowest_failed
 from moe_asyncrl.weights.lockstep import Lockstep
 
@@ -31,7 +31,7 @@ BACKEND = ("torch_dist", 1)
 TURN_S = 1.0
 """Longest time between two looks of a rank that waits: the others are never left longer in a collective."""
 
-Items = deque[tuple[Any, Any]]
+Items = list[tuple[Any, Any]]
 Note = Callable[[float, float, int, str], None]
 """Told of this rank's writing when it ends: start and end (Unix seconds), bytes, and why it failed, else nothing."""
 
@@ -135,7 +135,10 @@ class Writing:
         if not self.items:
             return
         blobs = [entry for entry in self.items if not isinstance(entry[1], torch.Tensor)]
-        self.items = deque(entry for entry in self.items if isinstance(entry[1], torch.Tensor))
+        tensors = [entry for entry in self.items if isinstance(entry[1], torch.Tensor)]
+        self.items.clear()
+        self.items.extend(reversed(tensors))
+        del tensors
         # Without its decorator, which turns Python's garbage collector off in the whole process meanwhile.
         write = inspect.unwrap(self.writer.write_preloaded_data)
         name = f"__{self.rank}_0.distcp"
@@ -153,13 +156,15 @@ class Writing:
         _, written = answers.get_nowait()
         if isinstance(written, Exception):
             raise written
+        # Megatron-Core's writer syncs before the last bytes have left its stream, and no other machine can do it here.
+        sync(self.folder / name)
         self.results = written
         self.bytes = sum(result.size_in_bytes for result in written)
 
     def _compact(self) -> Iterator[tuple[Any, Any]]:
-        """Each tensor alone: a view would be written with all that it is part of. Memory goes back as it is written."""
+        """Each tensor alone: a view would be written with all that it is part of. None is held after it was written."""
         while self.items:
-            item, data = self.items.popleft()
+            item, data = self.items.pop()
             yield item, data if data.untyped_storage().nbytes() == data.nbytes else data.clone()
 
     def _on_disk(self) -> int:
@@ -189,7 +194,7 @@ def plan_and_copy(
     # killed trainer, and whose end cannot tell the other ranks of a full disk.
     by_key, _, _ = torch_format._replace_state_dict_keys_with_sharded_keys(sharded, True)
     writer = torch_format.FileSystemWriterAsync(str(folder))
-    items: Items = deque()
+    items: Items = []
     writer.prepare_write_data = lambda plan, planner: items.extend((i, planner.resolve_data(i)) for i in plan.items)
     planned = save_state_dict_async_plan(
         torch_format.mcore_to_pyt_state_dict(by_key, False),
@@ -200,8 +205,7 @@ def plan_and_copy(
     )
     _, metadata, group = planned[0]
     with agree(f"copying {what} to host memory"):
-        for place, (item, data) in enumerate(items):
-            items[place] = item, _own(data, ours)
+        items[:] = [(item, _own(data, ours)) for item, data in items]
     return Writing(folder, dist.get_rank(), what, common, writer, items, metadata, group.gather_object, note)
 
 

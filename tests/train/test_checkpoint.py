@@ -74,11 +74,10 @@ def test_from_layout_to_layout_nothing_is_lost(pool: WorkerPool, tmp_path: Path)
 def test_families_with_biased_routers_resume_on_other_layouts(pool: WorkerPool, tmp_path: Path, family: str) -> None:
     spec = FAMILIES[family]
     whole = pool.run(JOB, layout=UNEVEN_EP2PP2, steps=(0, 1), save=str(tmp_path), then=(2,), spec=spec)
-    for other in (Layout(), Layout(tp=2, ep=2)):
-        resumed = pool.run(JOB, layout=other, steps=(2,), resume=whole[0]["folder"], spec=spec)
-        assert worst(resumed, whole) < 1e-5, other
-        biases = [name for name in assemble([r["weights"] for r in resumed]) if name.endswith("expert_bias")]
-        assert len(biases) == 3, "compared with the other weights"
+    resumed = pool.run(JOB, layout=Layout(tp=2, ep=2), steps=(2,), resume=whole[0]["folder"], spec=spec)
+    assert worst(resumed, whole) < 1e-5
+    biases = [name for name in assemble([r["weights"] for r in resumed]) if name.endswith("expert_bias")]
+    assert len(biases) == 3, "compared with the other weights"
     lost = pool.run(JOB, layout=Layout(), steps=(2,), resume=whole[0]["folder"], spec=spec, wrong_adam_steps=True)
     assert worst(lost, whole) > 1e-3
 
