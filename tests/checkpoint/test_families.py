@@ -87,14 +87,16 @@ def test_stored_bytes_come_out_as_they_went_in(
     What is quantised leaves as the bfloat16 that it means, unless FP8 is asked for.
     """
     forms = stored(name)
-    trips = [(str(path), str(tmp_path / f"{form}-plain"), "plain") for form, path in forms.items()]
+    # FP8 as plain weights comes from the same values on every layout.
+    plain = {form: path for form, path in forms.items() if form != "fp8" or layout == SINGLE}
+    trips = [(str(path), str(tmp_path / f"{form}-plain"), "plain") for form, path in plain.items()]
     if "fp8" in forms:
         trips.append((str(forms["fp8"]), str(tmp_path / "fp8-fp8"), "fp8"))
     pool.run("tests.checkpoint.formats.jobs:there_and_back", layout=layout, trips=trips)
     for form in forms.keys() - {"mxfp4"}:
         out = tmp_path / ("fp8-fp8" if form == "fp8" else "bfloat16-plain")
         assert contents(out) == contents(forms[form])
-    for form in forms.keys() - {"bfloat16"}:
+    for form in plain.keys() - {"bfloat16"}:
         with SafetensorsDir(forms[form]) as source, SafetensorsDir(tmp_path / f"{form}-plain") as out_files:
             assert source.tensors.keys() == out_files.tensors.keys()
             assert {t.form for t in out_files.tensors.values()} == {"plain"}
