@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moe_asyncrl.checkpoint.convert.compare_plan import Total, compare_tensors
 from moe_asyncrl.checkpoint.convert.contents import FileTable
-from moe_asyncrl.checkpoint.convert.convert import worker_count
+from moe_asyncrl.checkpoint.convert.crew import worker_count
 from moe_asyncrl.checkpoint.convert.hf_files import Stored
 from moe_asyncrl.checkpoint.convert.opening import config_of, is_megatron, open_as_it_is, open_whole
 from moe_asyncrl.checkpoint.convert.progress import gigabytes

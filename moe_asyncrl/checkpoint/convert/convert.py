@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from moe_asyncrl.checkpoint.convert.carried import (
     with_config,
 )
 from moe_asyncrl.checkpoint.convert.compare_plan import compare_tensors
-from moe_asyncrl.checkpoint.convert.crew import WorkerError, run_units
+from moe_asyncrl.checkpoint.convert.crew import WorkerError, run_units, worker_count
 from moe_asyncrl.checkpoint.convert.distcp import METADATA
 from moe_asyncrl.checkpoint.convert.hf_files import NewFile, read_weight_map
 from moe_asyncrl.checkpoint.convert.hf_side import EMBEDDING, HEAD, HfCheckpoint, open_hf
@@ -62,10 +61,10 @@ def hf_to_megatron(
     carried = read_carried(source)
     with workspace(out) as place:
         stored = open_hf(source, spec)
-        count = worker_count(workers)
+        quantised = any(tensor.offset is None for tensor in stored.tensors.values())
+        count = worker_count(workers, computes=quantised)
         _check_copies(stored, spec, count)
         plan = plan_to_megatron(stored, spec, layers)
-        quantised = any(tensor.offset is None for tensor in stored.tensors.values())
         beside = with_config(carried, drops_mtp=spec.mtp == "drop", dtype="bfloat16" if quantised else None)
         config = with_config(carried, drops_mtp=spec.mtp == "drop", dtype=None)["config.json"]
         beside |= source_index(source) | source_form(source, spec, config)
@@ -126,7 +125,7 @@ def megatron_to_hf(
             }
         place.bind(Identity("megatron-to-hf", files, options, _digest(plan.units, others)))
         _begin_files(place, plan.files, plan.units)
-        _carry_out(place, plan.units, worker_count(workers), source)
+        _carry_out(place, plan.units, worker_count(workers, computes=form == "fp8"), source)
         _publish(place, others)
 
 
@@ -148,13 +147,6 @@ def _fp8_form(published: Path | None) -> Fp8Form | None:
     from moe_asyncrl.checkpoint.convert.fp8_form import Fp8Form
 
     return Fp8Form(published)
-
-
-def worker_count(asked: int | None) -> int:
-    """Processes to use: as asked, else one for each core that this process may use. Raises UserError below 1."""
-    if asked is not None and asked < 1:
-        raise UserError(f"--workers is {asked}; it must be at least 1")
-    return asked or len(os.sched_getaffinity(0))
 
 
 def carried_folder(source: Path, config: Path | None) -> Path:

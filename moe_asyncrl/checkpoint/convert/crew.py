@@ -18,6 +18,8 @@ from moe_asyncrl.checkpoint.convert.program import Answer, Failed, Finished, Mov
 from moe_asyncrl.data.errors import UserError
 
 _STOP_S = 10.0
+_MOST, _MOST_COMPUTING = 16, 6
+"""A worker that moves or compares arrays has up to 150 MB, one with torch up to 450."""
 _WORKER = "moe_asyncrl.checkpoint.convert.worker"
 
 
@@ -34,6 +36,16 @@ class _Worker:
     process: subprocess.Popen[bytes]
     unit: int | None = None
     unread: bytearray = field(default_factory=bytearray)
+
+
+def worker_count(asked: int | None, *, computes: bool = False) -> int:
+    """Processes to use: as asked, else one for each core that this process may use, up to what fits into 3 GiB.
+
+    `computes`: weights are quantised or dequantised, for which each process needs torch. Raises UserError below 1.
+    """
+    if asked is not None and asked < 1:
+        raise UserError(f"--workers is {asked}; it must be at least 1")
+    return asked or min(len(os.sched_getaffinity(0)), _MOST_COMPUTING if computes else _MOST)
 
 
 def run_units(

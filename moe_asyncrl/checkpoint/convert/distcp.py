@@ -22,6 +22,7 @@ from moe_asyncrl.checkpoint.convert.torch_zip import locate, saved_object
 from moe_asyncrl.data.errors import UserError
 
 METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
+_OPEN_FILES = 64
 _MODULE = "torch.distributed.checkpoint.metadata"
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -114,14 +115,20 @@ class DistcpDir:
         """File and byte at which a chunk's values begin. Raises UserError if they are not as the metadata say."""
         path = self.directory / chunk.slot.file
         where = f"{path}: {tensor.key} at {list(chunk.offsets)}"
-        if chunk.slot.file not in self._files:
-            self._files[chunk.slot.file] = os.open(path, os.O_RDONLY)
-        found = locate(self._files[chunk.slot.file], chunk.slot.start, chunk.slot.length, where)
+        found = locate(self._handle(chunk.slot.file), chunk.slot.start, chunk.slot.length, where)
         if math.prod(found.shape) != math.prod(chunk.sizes) or found.dtype != tensor.dtype:
             raise UserError(
                 f"{where}: holds {found.dtype} {list(found.shape)}, {METADATA} says {tensor.dtype} {list(chunk.sizes)}"
             )
         return path, found.offset
+
+    def _handle(self, name: str) -> int:
+        """A file's descriptor; the oldest ones are closed, since a large checkpoint has thousands of files."""
+        if name not in self._files:
+            if len(self._files) >= _OPEN_FILES:
+                os.close(self._files.pop(next(iter(self._files))))
+            self._files[name] = os.open(self.directory / name, os.O_RDONLY)
+        return self._files[name]
 
     def chunks_at(self, tensor: GlobalTensor, lead: tuple[int, ...]) -> Sequence[Chunk]:
         """The chunks that have something at these indices of the first axes."""

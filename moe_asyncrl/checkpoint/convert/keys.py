@@ -47,11 +47,8 @@ class Keyed:
     keys: tuple[str, ...]
     """The key of Megatron-Core's local layers, and that of its Transformer Engine layers if it is another one."""
     lead: tuple[Lead, ...]
-
-    @property
-    def own_shape(self) -> tuple[int, ...]:
-        """Shape of the parameter."""
-        return shard_shape(self.entry.op, self.entry.shard_axis, 1)
+    own_shape: tuple[int, ...]
+    """Shape of the parameter."""
 
     @property
     def global_shape(self) -> tuple[int, ...]:
@@ -85,7 +82,7 @@ def keyed_parameters(spec: ModelSpec, layers: LayerKeys) -> Iterator[Keyed]:
         if entry.expert is not None:
             lead.append(Lead(entry.expert, spec.num_experts))
         keys = tuple(_key(name, layers) for name in dict.fromkeys(_names(entry, spec)))
-        yield Keyed(entry, keys, tuple(lead))
+        yield Keyed(entry, keys, tuple(lead), shard_shape(entry.op, entry.shard_axis, 1))
 
 
 def is_mtp_copy(entry: Entry) -> bool:

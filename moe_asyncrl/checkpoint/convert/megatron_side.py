@@ -20,7 +20,7 @@ from moe_asyncrl.models.algebra import HfTensor
 from moe_asyncrl.models.parameter_map import Entry, parameter_map
 from moe_asyncrl.models.spec import ModelSpec
 
-_OF_TRAINING = ("optimizer.", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
+_OF_TRAINING = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
 """What a training checkpoint holds beside weights; it is passed over."""
 Placed = tuple[Link, GlobalTensor, tuple[int, ...]]
 
@@ -67,6 +67,12 @@ def open_megatron(directory: Path, spec: ModelSpec, dtype: str | None = None) ->
     _check_mtp(weights, spec, directory)
     if spec.mtp == "drop":
         weights = {key: tensor for key, tensor in weights.items() if not key.startswith("mtp.")}
+    halves = [key for key in weights if key.endswith(("_w", "_v"))]
+    if halves:
+        raise UserError(
+            f"{directory}: was saved with `singleton_local_shards`, which keeps gate and up apart ({halves[0]}); save "
+            "it without that word of Megatron-Core's metadata"
+        )
     parameters = list(keyed_parameters(spec, layer_keys_of(iter(weights))))
     stored = _settle(parameters, weights, directory)
     _check(parameters, stored, directory)
@@ -111,6 +117,11 @@ def _settle(parameters: list[Keyed], weights: Mapping[str, GlobalTensor], direct
         if name not in found:
             ledger.enter(name)
             found[name] = tensor
+        elif [chunk.slot for chunk in found[name].chunks] != [chunk.slot for chunk in tensor.chunks]:
+            raise UserError(
+                f"{directory}: {key} and {found[name].key} are names of one parameter, but are stored apart: which of "
+                "them counts is not known"
+            )
     ledger.settle()
     return found
 

@@ -10,6 +10,7 @@ import io
 import pickle  # noqa: TID251  torch's file format; what it names is never looked up
 import struct
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 
@@ -76,37 +77,37 @@ class _Writer:
         self._memo: dict[tuple[str, str], int] = {}
 
     def write(self, value: Any) -> None:
-        if value is None:
-            self.out.append(b"N")
-        elif isinstance(value, bool):
-            self.out.append(b"\x88" if value else b"\x89")
-        elif isinstance(value, int):
+        kind = type(value)  # the commonest first
+        if kind is int:
             self._integer(value)
-        elif isinstance(value, float):
-            self.out.append(b"G" + struct.pack(">d", value))
-        elif isinstance(value, str):
-            encoded = value.encode()
-            self._once(("", value), b"X" + struct.pack("<I", len(encoded)) + encoded)
-        elif isinstance(value, Global):
-            self._once((value.module, value.name), f"c{value.module}\n{value.name}\n".encode())
-        elif isinstance(value, tuple):
-            self._sequence(b"(", value, b"t")
-        elif isinstance(value, list):
-            self._sequence(b"](", value, b"e")
-        elif isinstance(value, dict):
-            self._sequence(b"}(", [x for pair in value.items() for x in pair], b"u")
-        elif isinstance(value, Persistent):
-            self.write(value.key)
-            self.out.append(b"Q")
-        elif isinstance(value, Built):
+        elif kind is Built:
             self.write(value.function)
             self.write(value.arguments)
             self.out.append(b"\x81" if value.is_instance else b"R")
             if value.state is not None:
                 self.write(value.state)
                 self.out.append(b"b")
+        elif kind is Global:
+            self._once((value.module, value.name))
+        elif kind is str:
+            self._once(("", value))
+        elif kind is tuple:
+            self._sequence(b"(", value, b"t")
+        elif kind is list:
+            self._sequence(b"](", value, b"e")
+        elif kind is dict:
+            self._sequence(b"}(", chain.from_iterable(value.items()), b"u")
+        elif kind is Persistent:
+            self.write(value.key)
+            self.out.append(b"Q")
+        elif kind is float:
+            self.out.append(b"G" + struct.pack(">d", value))
+        elif value is None:
+            self.out.append(b"N")
+        elif kind is bool:
+            self.out.append(b"\x88" if value else b"\x89")
         else:
-            raise TypeError(f"no way to pickle {type(value).__name__}")
+            raise TypeError(f"no way to pickle {kind.__name__}")
 
     def _sequence(self, begin: bytes, values: Any, end: bytes) -> None:
         self.out.append(begin)
@@ -123,10 +124,14 @@ class _Writer:
             encoded = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
             self.out.append(b"\x8a" + bytes([len(encoded)]) + encoded)
 
-    def _once(self, key: tuple[str, str], opcodes: bytes) -> None:
+    def _once(self, key: tuple[str, str]) -> None:
+        """A string (without a module), or what a module has by a name."""
         number = self._memo.get(key)
         if number is not None:
             self.out.append(b"j" + struct.pack("<I", number))
             return
+        module, name = key
         number = self._memo[key] = len(self._memo)
-        self.out.append(opcodes + b"r" + struct.pack("<I", number))
+        encoded = name.encode()
+        begin = f"c{module}\n".encode() if module else b"X" + struct.pack("<I", len(encoded))
+        self.out.append(begin + encoded + (b"\n" if module else b"") + b"r" + struct.pack("<I", number))

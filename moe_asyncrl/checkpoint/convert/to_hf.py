@@ -17,7 +17,7 @@ from moe_asyncrl.checkpoint.convert.program import Content, Piece, WriteUnit
 if TYPE_CHECKING:
     from moe_asyncrl.checkpoint.convert.fp8_form import Fp8Form
 
-SLAB_BYTES = 32 << 20
+SLAB_BYTES = 16 << 20
 UNIT_BYTES = 256 << 20
 SHARD_BYTES = 5 * 1000**3
 

@@ -12,7 +12,7 @@ from moe_asyncrl.checkpoint.convert.distcp import METADATA, Chunk, GlobalTensor,
 from moe_asyncrl.checkpoint.convert.dtypes import ITEM_SIZES
 from moe_asyncrl.checkpoint.convert.hf_side import HfCheckpoint, kind_types
 from moe_asyncrl.checkpoint.convert.keys import Keyed, LayerKeys, keyed_parameters, object_keys
-from moe_asyncrl.checkpoint.convert.links import links_of, row_slabs
+from moe_asyncrl.checkpoint.convert.links import Link, links_of, row_slabs
 from moe_asyncrl.checkpoint.convert.program import Piece, WriteUnit
 from moe_asyncrl.checkpoint.convert.torch_zip import ALIGNMENT, frame, saved_object
 from moe_asyncrl.models.algebra import Stack
@@ -68,37 +68,33 @@ def plan_to_megatron(
 
 @dataclass(frozen=True, slots=True)
 class _Slab:
-    """Rows [start, stop) of a parameter: one chunk."""
+    """Rows [start, stop) of a parameter: one chunk, of these sizes along the global tensor's axes."""
 
     keyed: Keyed
+    links: tuple[Link, ...]
     dtype: str
     start: int
     stop: int
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return (*(1 for _ in self.keyed.lead), self.stop - self.start, *self.keyed.own_shape[1:])
+    sizes: tuple[int, ...]
+    nbytes: int
 
     @property
     def offsets(self) -> tuple[int, ...]:
         lead = (lead.index for lead in self.keyed.lead)
         return (*lead, self.start, *(0 for _ in self.keyed.own_shape[1:]))
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.sizes) * ITEM_SIZES[self.dtype]
-
 
 def _slabs(parameters: Iterable[Keyed], types: dict[str, str], chunk_bytes: int) -> Iterator[_Slab]:
     for keyed in parameters:
-        op, dtype = keyed.entry.op, types[keyed.kind]
+        op, dtype, links = keyed.entry.op, types[keyed.kind], links_of(keyed.entry)
         bounds: list[int] = []
         if isinstance(op, Stack):
             # Gate and up are read apart, so they are chunks apart.
             for source in op.sources:
                 bounds.append(source.shape[0] + (bounds[-1] if bounds else 0))
         for start, stop in row_slabs(keyed.own_shape, ITEM_SIZES[dtype], chunk_bytes, bounds):
-            yield _Slab(keyed, dtype, start, stop)
+            sizes = (*(1 for _ in keyed.lead), stop - start, *keyed.own_shape[1:])
+            yield _Slab(keyed, links, dtype, start, stop, sizes, math.prod(sizes) * ITEM_SIZES[dtype])
 
 
 def _grouped(slabs: Iterable[_Slab], limit: int) -> Iterator[list[_Slab]]:
@@ -121,8 +117,8 @@ def _unit(number: int, slabs: Iterable[_Slab], source: HfCheckpoint) -> tuple[Wr
     chunks: list[tuple[str, Chunk]] = []
     at = end = moved = 0
     for slab in slabs:
-        links, shape = links_of(slab.keyed.entry), slab.keyed.own_shape
-        content = parameter_content(links, shape, slab.start, slab.stop, source.tensors, table)
+        shape = slab.keyed.own_shape
+        content = parameter_content(slab.links, shape, slab.start, slab.stop, source.tensors, table)
         around = frame(slab.dtype, slab.sizes)
         end = at + len(around.head) + slab.nbytes + len(around.tail)
         pieces.append(Piece(at, content, slab.dtype, slab.sizes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -142,6 +143,59 @@ def test_keys_that_are_not_the_models(change: Callable[[Tensors], None], said: l
     rewrite(copy, change)
     text = refused(copy)
     assert all(part in text for part in said), text
+
+
+def test_chunks_of_many_layers_and_experts_as_torch_writes_them(converted: Path, tmp_path: Path) -> None:
+    """Each global tensor in one chunk, written by torch's own writer without Megatron-Core."""
+    from torch.distributed import checkpoint as torch_checkpoint
+
+    hf_dir = make(tmp_path, "mixtral")
+    hf_to_megatron(hf_dir, tmp_path / "ours", layer_keys="stacked", workers=1)
+    opened = DistcpDir.open(tmp_path / "ours")
+    whole: dict[str, torch.Tensor] = {}
+    for key, tensor in opened.tensors.items():
+        whole[key] = torch.zeros(tensor.shape)
+        for chunk in tensor.chunks:
+            path, offset = opened.payload(tensor, chunk)
+            found = torch.from_file(str(path), size=path.stat().st_size // 4, dtype=torch.float32)
+            value = found[offset // 4 :][: math.prod(chunk.sizes)].view(chunk.sizes)
+            at = tuple(slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[key][at] = value
+    opened.close()
+    named_twice = [key for key in whole if key.endswith(".pre_mlp_layernorm.weight")]
+    for key in named_twice:
+        del whole[key]
+    assert named_twice and whole["decoder.layers.mlp.experts.experts.linear_fc1.weight"].shape[:2] == (5, 6)
+    torch_checkpoint.save(whole, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    shutil.copy(tmp_path / "ours" / "metadata.json", tmp_path / "theirs")
+    assert {len(t.chunks) for t in DistcpDir.open(tmp_path / "theirs").tensors.values()} == {1}
+    megatron_to_hf(tmp_path / "theirs", tmp_path / "back", config=hf_dir, workers=2)
+    assert contents(tmp_path / "back") == contents(hf_dir)
+
+
+def two_names(tensors: Tensors) -> None:
+    """The second name of a norm leads to other bytes."""
+    keys = ("decoder.layers.0.pre_mlp_layernorm.weight", "decoder.layers.3.pre_mlp_layernorm.weight")
+    tensors[keys[0]] = replace(tensors[keys[0]], chunks=tensors[keys[1]].chunks)
+
+
+def halves(tensors: Tensors) -> None:
+    """Gate alone, as newer metadata of Megatron-Core have it."""
+    key = "decoder.layers.2.mlp.linear_fc1.weight"
+    tensors[key + "_w"] = replace(tensors.pop(key), key=key + "_w")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (two_names, "are names of one parameter, but are stored apart"),
+        (halves, "was saved with `singleton_local_shards`"),
+    ],
+    ids=["two_names", "halves"],
+)
+def test_forms_that_cannot_be_read(change: Callable[[Tensors], None], said: str, copy: Path) -> None:
+    rewrite(copy, change)
+    assert said in refused(copy)
 
 
 def test_a_checkpoint_that_carries_no_config_needs_one(copy: Path) -> None:
