@@ -17,11 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_asyncrl.engine.command import EngineArgs, build_command, child_environment
-from moe_asyncrl.engine.plugin import cpu_attention, kernel_standin, standins
-from moe_asyncrl.engine.plugin.cpu_attention import Plan, decode, extend, make_plan, plan_groups
+from moe_asyncrl.engine.plugin import cpu_attention, cpu_backend, kernel_standin, standins
+from moe_asyncrl.engine.plugin.cpu_attention import Plan, make_plan, plan_groups
+from moe_asyncrl.engine.plugin.cpu_backend import decode, extend, take_sinks
 from moe_asyncrl.engine.plugin.cpu_moe import grouped_experts, moe_forward
+from moe_asyncrl.engine.plugin.cpu_norm import norm_over_heads
 
 TOLERANCE = 1e-6
+PLANTED = 100 * TOLERANCE
 lengths = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), min_size=1, max_size=12)
 
 
@@ -46,13 +49,15 @@ def test_groups_hold_every_sequence_once_and_stay_bounded(
 class Cache:
     """Sequences scattered over a KV cache whose unused slots hold NaN."""
 
-    def __init__(self, shapes: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, seed: int) -> None:
+    def __init__(
+        self, shapes: list[tuple[int, int]], heads: int, kv_heads: int, dim: int, seed: int, value_dim: int = 0
+    ) -> None:
         g = torch.Generator().manual_seed(seed)
         self.prefix, self.new = [a for a, _ in shapes], [b for _, b in shapes]
         self.lengths = [a + b for a, b in shapes]
         slots = torch.randperm(2 * sum(self.lengths), generator=g)
         self.keys = torch.full((len(slots), kv_heads, dim), float("nan"))
-        self.values = self.keys.clone()
+        self.values = torch.full((len(slots), kv_heads, value_dim or dim), float("nan"))
         self.table = torch.randint(0, len(slots), (len(shapes) + 3, max(self.lengths) + 5), generator=g).int()
         self.requests = torch.randperm(len(shapes) + 3, generator=g)[: len(shapes)]
         start = 0
@@ -61,12 +66,13 @@ class Cache:
             start += length
         used = slots[:start]
         self.keys[used] = torch.randn(start, kv_heads, dim, generator=g)
-        self.values[used] = torch.randn(start, kv_heads, dim, generator=g)
+        self.values[used] = torch.randn(start, kv_heads, self.values.shape[2], generator=g)
         self.query = torch.randn(sum(self.new), heads, dim, generator=g)
+        self.sinks = torch.randn(heads, generator=g)
 
-    def expected(self) -> torch.Tensor:
+    def expected(self, window: int | None = None, sinks: bool = False) -> torch.Tensor:
         """By the definition, in float64."""
-        out, row = torch.empty(self.query.shape, dtype=torch.float64), 0
+        out, row = torch.empty((*self.query.shape[:2], self.values.shape[2]), dtype=torch.float64), 0
         ratio = self.query.shape[1] // self.keys.shape[1]
         for request, prefix, new in zip(self.requests.tolist(), self.prefix, self.new, strict=True):
             index = self.table[request, : prefix + new].long()
@@ -74,8 +80,12 @@ class Cache:
             v = self.values[index].double().repeat_interleave(ratio, 1)
             for j in range(new):
                 end = prefix + j + 1
-                scores = torch.einsum("hd,thd->ht", self.query[row].double(), k[:end]) / self.query.shape[2] ** 0.5
-                out[row] = torch.einsum("ht,thd->hd", scores.softmax(-1), v[:end])
+                seen = slice(0 if window is None else max(0, end - 1 - window), end)
+                scores = torch.einsum("hd,thd->ht", self.query[row].double(), k[seen]) / self.query.shape[2] ** 0.5
+                if sinks:
+                    scores = torch.cat([scores, self.sinks.double()[:, None]], 1)
+                parts = scores.softmax(-1)[:, : end - seen.start]
+                out[row] = torch.einsum("ht,thd->hd", parts, v[seen])
                 row += 1
         return out
 
@@ -84,9 +94,9 @@ def never(*args: Any, **kwargs: Any) -> torch.Tensor:
     raise AssertionError("the original loop was not needed")
 
 
-def run(cache: Cache, original: Any = never, **options: Any) -> torch.Tensor:
-    out = torch.zeros_like(cache.query)
-    backend = types.SimpleNamespace()
+def run(cache: Cache, original: Any = never, sinks: bool = False, **options: Any) -> torch.Tensor:
+    out = torch.zeros(*cache.query.shape[:2], cache.values.shape[2])
+    backend = types.SimpleNamespace(moe_asyncrl_plans={}, moe_asyncrl_sinks=cache.sinks if sinks else None)
     args = (cache.query, out, cache.keys, cache.values, cache.table, cache.requests)
     if cache.new == [1] * len(cache.new):
         return decode(original, backend, *args, torch.tensor(cache.lengths), **options)
@@ -94,20 +104,43 @@ def run(cache: Cache, original: Any = never, **options: Any) -> torch.Tensor:
     return extend(original, backend, *args, *spans, causal=True, **options)
 
 
-@settings(max_examples=40)
-@given(lengths, st.sampled_from([(4, 2), (4, 4), (6, 1)]), st.booleans(), st.integers(0, 99))
+@settings(max_examples=80, deadline=None)
+@given(
+    lengths,
+    st.sampled_from([(4, 2), (4, 4), (6, 1)]),
+    st.sampled_from([8, 5]),
+    st.sampled_from([None, 0, 3, 20]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
 def test_attention_equals_its_definition(
-    shapes: list[tuple[int, int]], heads: tuple[int, int], decoding: bool, seed: int
+    shapes: list[tuple[int, int]],
+    heads: tuple[int, int],
+    value_dim: int,
+    window: int | None,
+    sinks: bool,
+    decoding: bool,
+    seed: int,
 ) -> None:
     if decoding:
         shapes = [(a, 1) for a, _ in shapes]
-    cache = Cache(shapes, *heads, 8, seed)
-    expected = cache.expected()
-    got = run(cache)
+    cache = Cache(shapes, *heads, 8, seed, value_dim)
+    expected = cache.expected(window, sinks)
+    got = run(cache, sinks=sinks, sliding_window_size=window)
     assert float((got.double() - expected).abs().max()) <= TOLERANCE
     # Planted: the values' channels in another order.
     cache.values = cache.values.flip(-1)
-    assert float((run(cache).double() - expected).abs().max()) >= 100 * TOLERANCE
+    assert float((run(cache, sinks=sinks, sliding_window_size=window).double() - expected).abs().max()) >= PLANTED
+    cache.values = cache.values.flip(-1)
+    # A window one token too wide, and sinks of other heads.
+    if window is not None and window + 2 <= max(cache.lengths):
+        wider = run(cache, sinks=sinks, sliding_window_size=window + 1).double()
+        assert float((wider - expected).abs().max()) >= PLANTED
+    if sinks:
+        cache.sinks = cache.sinks.roll(1)
+        other = run(cache, sinks=True, sliding_window_size=window).double()
+        assert float((other - expected).abs().max()) >= PLANTED
 
 
 def test_groups_of_mixed_lengths_under_a_small_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +150,8 @@ def test_groups_of_mixed_lengths_under_a_small_bound(monkeypatch: pytest.MonkeyP
     cache = Cache(shapes, 4, 2, 8, 1)
     alone: list[int] = []
 
-    def bounded(*args: Any) -> Plan:
-        return make_plan(*args, max_elements=32 * 120)
+    def bounded(*args: Any, **options: Any) -> Plan:
+        return make_plan(*args, max_elements=32 * 120, **options)
 
     def original(self: Any, query: torch.Tensor, output: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         kv = int(args[4][0])
@@ -127,14 +160,25 @@ def test_groups_of_mixed_lengths_under_a_small_bound(monkeypatch: pytest.MonkeyP
         output.copy_(cache.expected()[start : start + len(query)].float())
         return output
 
-    monkeypatch.setattr(cpu_attention, "make_plan", bounded)
+    monkeypatch.setattr(cpu_backend, "make_plan", bounded)
     assert float((run(cache, original).double() - cache.expected()).abs().max()) <= TOLERANCE
     assert alone == [203]
+    # The original knows no sinks: with them nothing is left to it.
+    assert float((run(cache, sinks=True).double() - cache.expected(sinks=True)).abs().max()) <= TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "option", [{"sliding_window_size": 4}, {"encoder_lens": torch.ones(1)}, {"is_cross_attn": True}]
-)
+def test_sinks_reach_the_loops_and_the_backend_never_sees_them() -> None:
+    backend = types.SimpleNamespace()
+    sinks = torch.ones(4)
+
+    def original(self: Any, q: int, *, save_kv_cache: bool) -> Any:
+        return q, save_kv_cache, self.moe_asyncrl_sinks
+
+    assert take_sinks(original, backend, 1, save_kv_cache=True, sinks=sinks) == (1, True, sinks)
+    assert take_sinks(original, backend, 2, save_kv_cache=False) == (2, False, None)
+
+
+@pytest.mark.parametrize("option", [{"encoder_lens": torch.ones(1)}, {"is_cross_attn": True}])
 @pytest.mark.parametrize("new", [1, 3])
 def test_special_attention_goes_to_the_original(option: dict[str, Any], new: int) -> None:
     cache = Cache([(5, new)], 4, 2, 8, 0)
@@ -188,6 +232,27 @@ def test_other_activations_go_to_the_original_unless_experts_are_remote() -> Non
     remote = types.SimpleNamespace(topk_weights=torch.ones(1, 2), topk_ids=torch.tensor([[0, -1]]))
     with pytest.raises(NotImplementedError, match="gelu"):
         moe_forward(never, layer, x, remote, config)
+
+
+# --- norms -------------------------------------------------------------------------------------------------------
+
+
+def test_the_norm_over_all_heads_equals_its_definition() -> None:
+    g = torch.Generator().manual_seed(3)
+    q, k = torch.randn(5, 24, generator=g), 3 * torch.randn(5, 8, generator=g)
+    weights = [1 + torch.randn(n, generator=g) for n in (24, 8)]
+    norms = types.SimpleNamespace(
+        _q_norm=types.SimpleNamespace(weight=weights[0]),
+        _k_norm=types.SimpleNamespace(weight=weights[1]),
+        _world_size=1,
+        _eps=1e-6,
+    )
+    for x, weight, got in zip((q, k), weights, norm_over_heads(norms, q, k), strict=True):
+        expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+        assert float((got.double() - expected).abs().max()) <= TOLERANCE
+        each = x.double().view(5, -1, 4)
+        by_head = (each / (each.square().mean(-1, keepdim=True) + 1e-6).sqrt()).view(x.shape) * weight.double()
+        assert float((got.double() - by_head).abs().max()) >= PLANTED
 
 
 # --- stand-ins ---------------------------------------------------------------------------------------------------

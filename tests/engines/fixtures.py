@@ -132,6 +132,12 @@ class EngineHouse:
         found.server.wait_ready(START_S)
         return found
 
+    def end(self, key: Key) -> None:
+        """End one server, if it runs."""
+        found = self._alive.pop(key, None)
+        if found is not None:
+            found.server.stop()
+
     def stop(self) -> None:
         """End every server."""
         for found in self._alive.values():

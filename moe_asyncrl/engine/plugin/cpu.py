@@ -17,17 +17,37 @@ HOOKS: tuple[tuple[str, str, str], ...] = (
     (
         "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.init_forward_metadata",
         "after",
-        "cpu_attention:forget_plan",
+        "cpu_backend:forget_plan",
     ),
     (
         "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode",
         "around",
-        "cpu_attention:decode",
+        "cpu_backend:decode",
     ),
     (
         "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
         "around",
-        "cpu_attention:extend",
+        "cpu_backend:extend",
+    ),
+    # gpt-oss hands the backend its sinks, which this one does not know, and so SGLang refuses the two together.
+    (
+        "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_decode",
+        "around",
+        "cpu_backend:take_sinks",
+    ),
+    (
+        "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend",
+        "around",
+        "cpu_backend:take_sinks",
+    ),
+    ("sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments", "around", "cpu_backend:claim_sinks"),
+    # The norm of MiniMax-M2's queries and keys is a Triton kernel or one for AMX.
+    ("sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm.forward", "replace", "cpu_norm:norm_over_heads"),
+    # Prompts of multi-latent attention otherwise take a form that this backend cannot compute: a shape error.
+    (
+        "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method",
+        "around",
+        "cpu_latent:absorbed",
     ),
     # A paused scheduler polls on a full core, also with --sleep-on-idle, and takes it from the trainer that it waits
     # for.

@@ -1,14 +1,13 @@
 """The attention of a CPU engine: sequences of similar length in one padded batch, with a bound on the padding.
 
-Stands around the two per-sequence loops of SGLang's `torch_native` backend and gives the same values. Sliding windows,
-cross attention and single sequences that alone exceed the bound go to the original loops.
+Keys and values may differ in width. Sliding windows are masks, and a sink (gpt-oss: a learned logit of each head that
+takes part in the softmax and adds nothing) is one more key of zeros whose mask is the sink.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,9 +19,15 @@ MERGE_TOKENS = 4096
 
 
 def plan_groups(
-    kv_lengths: Sequence[int], query_lengths: Sequence[int], width: int, max_elements: int = MAX_ELEMENTS
+    kv_lengths: Sequence[int],
+    query_lengths: Sequence[int],
+    width: int,
+    max_elements: int = MAX_ELEMENTS,
+    masks: int = 1,
 ) -> tuple[list[list[int]], list[int]]:
     """Split sequences into padded batches. `width` is heads x head size, the elements that one padded token takes.
+
+    `masks`: of a sequence, one or one a head.
 
     Returns (groups of sequence numbers, sequence numbers that exceed the bound alone). Every sequence stands exactly
     once. In a group the longest is at most twice the shortest (keys), unless the whole group has at most MERGE_TOKENS
@@ -34,11 +39,11 @@ def plan_groups(
     shortest = longest_query = 0
     for i in sorted(range(len(kv_lengths)), key=lambda i: (kv_lengths[i], query_lengths[i])):
         kv, query = kv_lengths[i], query_lengths[i]
-        if max(kv * width, query * width, query * kv) > max_elements:
+        if max(kv * width, query * width, query * kv * masks) > max_elements:
             alone.append(i)
             continue
         n, q = len(current) + 1, max(longest_query, query)
-        fits = n * max(kv * width, q * width, q * kv) <= max_elements
+        fits = n * max(kv * width, q * width, q * kv * masks) <= max_elements
         if current and fits and (kv <= 2 * shortest or n * kv <= MERGE_TOKENS):
             current.append(i)
             longest_query = q
@@ -82,17 +87,22 @@ def make_plan(
     width: int,
     dtype: torch.dtype,
     max_elements: int = MAX_ELEMENTS,
+    window: int | None = None,
+    sink_heads: int = 0,
 ) -> Plan:
-    """table int [requests, context]:
+    """table int [requests, context]: KV slots; kv_lengths, query_lengths int [n] (None: one query each, a decode step).
 
-    KV slots; kv_lengths, query_lengths int [n] (None: one query each, a decode step).
+    `window`: a token looks back at most so many tokens, and at itself. `sink_heads`: heads that have a sink each; then
+    a sequence that exceeds the bound alone has a batch of its own.
     """
     kv = [int(v) for v in kv_lengths.tolist()]
     q = [1] * len(kv) if query_lengths is None else [int(v) for v in query_lengths.tolist()]
     starts = [0]
     for length in q:
         starts.append(starts[-1] + length)
-    groups, alone = plan_groups(kv, q, width, max_elements)
+    groups, alone = plan_groups(kv, q, width, max_elements, sink_heads or 1)
+    if sink_heads:
+        groups, alone = [*groups, *([i] for i in alone)], []
     whole = len(groups) == 1 and not alone
     batches = []
     for group in groups:
@@ -106,7 +116,8 @@ def make_plan(
         slots = table[request, :keys].long()
         slots = torch.where(real, slots, slots[:, :1])
         if query_lengths is None:
-            allowed = real[:, None]
+            position = lengths[:, None] - 1
+            idle = torch.zeros_like(position, dtype=torch.bool)
             rows, places, queries = members, None, 1
         else:
             counts = torch.tensor(q if whole else [q[i] for i in group])
@@ -117,8 +128,12 @@ def make_plan(
             first = torch.tensor([starts[i] for i in group]) if members is not None else None
             rows = None if first is None else first[sequence] + offset
             position = (lengths - counts)[:, None] + torch.arange(queries)
-            # A padded query looks at the first key, so that its softmax, which nobody reads, is not 0/0.
-            allowed = ((column <= position[..., None]) & real[:, None]) | (column == 0)
+            idle = torch.arange(queries) >= counts[:, None]
+        allowed = (column <= position[..., None]) & real[:, None]
+        if window is not None:
+            allowed &= column >= position[..., None] - window
+        # A padded query looks at the first key, so that its softmax, which nobody reads, is not 0/0.
+        allowed |= idle[..., None] & (column == 0)
         mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, float("-inf"))[:, None]
         batches.append(Batch(slots.reshape(-1), mask, rows, places, n, keys, queries))
     return Plan(batches, alone, starts)
@@ -131,27 +146,30 @@ def attend(
     values: torch.Tensor,
     output: torch.Tensor,
     scale: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Write attention of the batch's sequences into `output` [rows, Hq, Dv].
 
-    query [rows, Hq, D]; keys, values [slots, Hkv, D].
+    query [rows, Hq, D]; keys [slots, Hkv, D]; values [slots, Hkv, Dv]; sinks [Hq].
     """
     heads, kv_heads = query.shape[1], keys.shape[1]
     shape = (batch.n, batch.keys, kv_heads, -1)
     k = keys.index_select(0, batch.slots).view(shape).transpose(1, 2).to(query.dtype)
     v = values.index_select(0, batch.slots).view(shape).transpose(1, 2).to(query.dtype)
     q = query if batch.rows is None else query[batch.rows]
+    mask = batch.mask
+    # With one query a sequence, the heads that share a key head stand as its queries: keys need no copy per head.
+    grouped = (kv_heads, heads // kv_heads) if batch.places is None else (heads, 1)
+    if sinks is not None:
+        k, v, mask = _with_sinks(k, v, mask, sinks.to(q.dtype).view(1, *grouped, 1))
     if batch.places is None:
-        # One query a sequence: the heads that share a key head stand as its queries, so keys need no copy per head.
-        q = q.reshape(batch.n, kv_heads, heads // kv_heads, q.shape[-1])
-        result = scaled_dot_product_attention(q, k, v, attn_mask=batch.mask, scale=scale).reshape(batch.n, heads, -1)
+        q = q.reshape(batch.n, *grouped, q.shape[-1])
+        result = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).reshape(batch.n, heads, -1)
     else:
         padded = q.new_zeros(batch.n * batch.queries, heads, q.shape[-1])
         padded[batch.places] = q[: len(batch.places)]
         padded = padded.view(batch.n, batch.queries, heads, -1).transpose(1, 2)
-        mixed = scaled_dot_product_attention(
-            padded, k, v, attn_mask=batch.mask, scale=scale, enable_gqa=heads != kv_heads
-        )
+        mixed = scaled_dot_product_attention(padded, k, v, attn_mask=mask, scale=scale, enable_gqa=heads != kv_heads)
         result = mixed.transpose(1, 2).reshape(batch.n * batch.queries, heads, -1)[batch.places]
     if batch.rows is None:
         output[: len(result)] = result
@@ -159,103 +177,10 @@ def attend(
         output[batch.rows] = result
 
 
-def forget_plan(result: Any, backend: Any, *args: Any, **kwargs: Any) -> None:
-    """After `init_forward_metadata`, once per forward pass: the next layer makes a new plan."""
-    backend.moe_asyncrl_plan = None
-
-
-def _plan(
-    backend: Any,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    table: torch.Tensor,
-    requests: torch.Tensor,
-    kv_lengths: torch.Tensor,
-    query_lengths: torch.Tensor | None,
-) -> Plan:
-    width = max(query.shape[1] * query.shape[2], keys.shape[1] * keys.shape[2])
-    key = (width, query.dtype, query_lengths is None)
-    known = getattr(backend, "moe_asyncrl_plan", None)
-    if known is None or known[0] != key:
-        known = (key, make_plan(table, requests, kv_lengths, query_lengths, width, query.dtype))
-        backend.moe_asyncrl_plan = known
-    plan: Plan = known[1]
-    return plan
-
-
-def decode(
-    original: Callable[..., torch.Tensor],
-    self: Any,
-    query: torch.Tensor,
-    output: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    encoder_lens: torch.Tensor | None = None,
-    scaling: float | None = None,
-    **rest: Any,
-) -> torch.Tensor:
-    """One new token per sequence. Arguments as in SGLang's `_run_sdpa_forward_decode`."""
-    if encoder_lens is not None or rest.get("sliding_window_size") is not None or rest.get("is_cross_attn"):
-        return original(
-            self,
-            query,
-            output,
-            k_cache,
-            v_cache,
-            req_to_token,
-            req_pool_indices,
-            seq_lens,
-            encoder_lens,
-            scaling=scaling,
-            **rest,
-        )
-    plan = _plan(self, query, k_cache, req_to_token, req_pool_indices, seq_lens, None)
-    for batch in plan.batches:
-        attend(batch, query, k_cache, v_cache, output, scaling)
-    for i in plan.alone:
-        one = slice(i, i + 1)
-        # The original returns what it was given, filled in; a slice of the output is a view of it.
-        original(
-            self, query[one], output[one], k_cache, v_cache, req_to_token, req_pool_indices[one], seq_lens[one],
-            scaling=scaling, **rest,
-        )  # fmt: skip
-    return output
-
-
-def extend(
-    original: Callable[..., torch.Tensor],
-    self: Any,
-    query: torch.Tensor,
-    output: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    extend_prefix_lens: torch.Tensor,
-    extend_seq_lens: torch.Tensor,
-    encoder_lens: torch.Tensor | None = None,
-    scaling: float | None = None,
-    causal: bool = False,
-    **rest: Any,
-) -> torch.Tensor:
-    """Several new tokens per sequence behind a cached prefix. Arguments as in SGLang's `_run_sdpa_forward_extend`."""
-    special = encoder_lens is not None or rest.get("sliding_window_size") is not None or rest.get("is_cross_attn")
-    if special or not causal:
-        return original(
-            self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens,
-            extend_seq_lens, encoder_lens, scaling=scaling, causal=causal, **rest,
-        )  # fmt: skip
-    plan = _plan(self, query, k_cache, req_to_token, req_pool_indices, seq_lens, extend_seq_lens)
-    for batch in plan.batches:
-        attend(batch, query, k_cache, v_cache, output, scaling)
-    for i in plan.alone:
-        one, rows = slice(i, i + 1), slice(plan.starts[i], plan.starts[i + 1])
-        original(
-            self, query[rows], output[rows], k_cache, v_cache, req_to_token, req_pool_indices[one], seq_lens[one],
-            extend_prefix_lens[one], extend_seq_lens[one], scaling=scaling, causal=causal, **rest,
-        )  # fmt: skip
-    return output
+def _with_sinks(
+    k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One more key and value of zeros; every query sees it with the logit of its head. sinks [1, heads, queries, 1]."""
+    k, v = (torch.cat([x, x.new_zeros(*x.shape[:2], 1, x.shape[3])], 2) for x in (k, v))
+    shape = (mask.shape[0], *torch.broadcast_shapes(sinks.shape[1:3], mask.shape[1:3]))
+    return k, v, torch.cat([mask.expand(*shape, -1), sinks.expand(*shape, 1)], -1)
