@@ -36,11 +36,12 @@ def read_spec(directory: Path) -> ModelSpec:
 
 
 def _mtp_form(directory: Path, spec: ModelSpec) -> MtpForm:
+    names = stored_names(directory)
     try:
-        remembered = remembered_mtp_form(directory)
+        remembered = None if names else remembered_mtp_form(directory)
     except (ValueError, TypeError) as error:
         raise UserError(f"{directory}: the form of multi-token-prediction layers cannot be read: {error}") from error
-    return remembered or mtp_form(stored_names(directory), spec.num_layers, spec.mtp_layers)
+    return remembered or mtp_form(names, spec.num_layers, spec.mtp_layers)
 
 
 def spec_from_config(config: Mapping[str, Any], *, source: str) -> ModelSpec:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from moe_asyncrl.checkpoint.formats import fp8
 from moe_asyncrl.checkpoint.formats.encode import Encoder, Fp8, Plain
 from moe_asyncrl.checkpoint.formats.scales import LIST, SCALES, CheckpointScales, ScaleFolder, collect
+from moe_asyncrl.checkpoint.hf_export import check_form
 from moe_asyncrl.checkpoint.hf_load import check_tensors
 from moe_asyncrl.checkpoint.safetensors_dir import SafetensorsDir
 from moe_asyncrl.checkpoint.safetensors_writer import SafetensorsWriter
@@ -204,8 +205,10 @@ def test_what_fp8_cannot_hold_or_is_not_fp8_is_refused(
             encoder.encode(DOWN, value)
         with pytest.raises(UserError, match=rf"{DOWN} has shape \[72, 33\], the published FP8 weight \[72, 32\]"):
             encoder.stored_tensors([HfTensor(DOWN, (72, 33))])
-    with SafetensorsDir(plain) as stored, pytest.raises(UserError, match="is not an FP8 checkpoint"):
-        CheckpointScales(stored)
+    check_form("fp8", published[0])
+    check_form("plain", plain)
+    with pytest.raises(UserError, match="is not an FP8 checkpoint"):
+        check_form("fp8", plain)
 
 
 def test_a_folder_of_scales_that_is_not_whole(published: tuple[Path, Tensors], tmp_path: Path) -> None:
