@@ -17,8 +17,10 @@ from moe_asyncrl.models.spec import ModelSpec
 
 NO_ATTENTION_DP = ("llama", "mixtral")
 """Families whose attention SGLang builds over all ranks whatever is asked for."""
-NO_EXPERT_COPIES = ("mixtral",)
-"""Families whose MoE layer has no slots for redundant experts in SGLang."""
+NO_EXPERT_COPIES = ("mixtral", "glm4_moe", "gpt_oss")
+"""Families whose MoE layer has no slots for redundant experts in SGLang, or whose loader does not fill them."""
+NO_PLACEMENT = ("mixtral", "gpt_oss")
+"""Families whose loader takes experts in their own order, wherever they are asked to lie."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +151,8 @@ def check_engine_layout(spec: ModelSpec, engine: EngineLayout) -> None:
 
 
 def _check_placement(spec: ModelSpec, engine: EngineLayout, where: str) -> None:
+    if engine.placement and (spec.family in NO_PLACEMENT or not spec.is_moe):
+        raise UserError(f"{where}: SGLang lays the experts of {spec.family} out by itself; give no placement")
     if engine.placement and len(engine.placement) not in (1, spec.num_layers):
         raise UserError(f"{where}: the placement has {len(engine.placement)} rows; give one, or {spec.num_layers}")
     count = spec.num_experts + engine.redundant_experts

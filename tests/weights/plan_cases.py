@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.layout import Layout
+from moe_asyncrl.models.parameter_map import parameter_map
 from moe_asyncrl.models.spec import ModelSpec
-from moe_asyncrl.weights.engine_layout import EngineLayout, check_engine_layout
+from moe_asyncrl.weights.engine_layout import NO_EXPERT_COPIES, NO_PLACEMENT, EngineLayout, check_engine_layout
 from tests.models.strategies import specs_and_layouts
 
 SIZES = tuple(
@@ -27,15 +28,24 @@ def fits(spec: ModelSpec, **sizes: int) -> bool:
     return True
 
 
+def numbered(spec: ModelSpec) -> dict[str, np.ndarray]:
+    """HF tensors in which every element of the model has a number of its own, from 1."""
+    found, start = {}, 1
+    for tensor in parameter_map(spec).hf_tensors():
+        found[tensor.name] = np.arange(start, start + tensor.numel, dtype=np.int32).reshape(tensor.shape)
+        start += tensor.numel
+    return found
+
+
 @st.composite
 def engine_layouts(draw: st.DrawFn, spec: ModelSpec) -> EngineLayout:
     """A server that the model fits, with copies of experts and a placement of them in half of the cases."""
     possible = [(tp, ep, dp) for tp, ep, dp in SIZES if fits(spec, tp=tp, ep=ep, attention_dp=dp)]
     tp, ep, attention_dp = draw(st.sampled_from(possible))
     copies, placement = 0, ()
-    if spec.is_moe and spec.family != "mixtral" and draw(st.booleans()):
+    if spec.is_moe and spec.family not in NO_EXPERT_COPIES and draw(st.booleans()):
         copies = ep * draw(st.integers(0, 2))
-    if spec.is_moe and draw(st.booleans()):
+    if spec.is_moe and spec.family not in NO_PLACEMENT and draw(st.booleans()):
         rows = draw(st.sampled_from((1, spec.num_layers)))
         extra = st.lists(st.integers(0, spec.num_experts - 1), min_size=copies, max_size=copies)
         placement = tuple(tuple(draw(st.permutations([*range(spec.num_experts), *draw(extra)]))) for _ in range(rows))

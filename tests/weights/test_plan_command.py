@@ -27,7 +27,7 @@ MODELS = Path("configs/models")
 RECIPE = "configs/recipes/your-model.yaml"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plan_cases("glm4_moe"))
 def test_what_is_sent_is_what_is_received(case: Case) -> None:
     spec, layout, engines, bucket_bytes = case
