@@ -201,3 +201,42 @@ def train_checkpoint(layout: Layout, hf_dir: str, checkpoints: str) -> str:
     spec = ModelSpec.from_hf(hf_dir)
     state = build_train_state(spec, layout, CPU, SETTINGS, rank=dist.get_rank(), hf_dir=hf_dir)
     return str(checkpoint.save(state, Path(checkpoints), info_of(state, 0), keep=1))
+
+
+def model_with_mtp(spec: ModelSpec, layout: Layout) -> Any:
+    """A `GPTModel` with Megatron-Core's own multi-token-prediction block, which the trainer does not build."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    from moe_asyncrl.train.model import transformer_config
+    from moe_asyncrl.train.specs.layers import block_spec
+    from moe_asyncrl.train.specs.positions import position_arguments
+
+    config = transformer_config(spec.with_mtp("drop"), layout, CPU, mtp_num_layers=spec.mtp_layers)
+    layers = block_spec(config, CPU)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layers,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False),
+        vocab_size=spec.padded_vocab_size(layout.tp),
+        max_sequence_length=64,
+        share_embeddings_and_output_weights=spec.tie_embeddings,
+        **position_arguments(spec),
+    )
+
+
+def mtp_boxes(layout: Layout, hf_dir: str) -> dict[str, Any]:
+    """As `boxes`, with multi-token-prediction layers."""
+    return boxes_of([model_with_mtp(ModelSpec.from_hf(hf_dir), layout)])
+
+
+def mtp_through(layout: Layout, hf_dir: str, checkpoint: str, saved: str) -> None:
+    """Load `checkpoint` into a model with multi-token-prediction layers, and save that model to `saved`."""
+    from megatron.core import dist_checkpointing
+
+    model = model_with_mtp(ModelSpec.from_hf(hf_dir), layout)
+    model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), checkpoint))
+    if dist.get_rank() == 0:
+        Path(saved).mkdir()
+    dist.barrier()
+    dist_checkpointing.save(model.sharded_state_dict(), saved)

@@ -15,11 +15,14 @@ from safetensors.torch import load_file, save_file
 from moe_asyncrl.checkpoint.convert.convert import hf_to_megatron, megatron_to_hf
 from moe_asyncrl.checkpoint.convert.distcp import METADATA, DistcpDir, GlobalTensor, metadata_bytes
 from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.models.tiny import make_tiny_model, random_weights
 from tests.checkpoint.convert.support import contents
+from tests.checkpoint.convert.test_keys import compare
 from tests.checkpoint.families import FAMILY_MODELS
 from tests.checkpoint.models import changed_copy, make
+from tests.pool.pool import WorkerPool
 
 Tensors = dict[str, GlobalTensor]
 
@@ -145,6 +148,7 @@ def test_keys_that_are_not_the_models(change: Callable[[Tensors], None], said: l
     assert all(part in text for part in said), text
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_chunks_of_many_layers_and_experts_as_torch_writes_them(converted: Path, tmp_path: Path) -> None:
     """Each global tensor in one chunk, written by torch's own writer without Megatron-Core."""
     from torch.distributed import checkpoint as torch_checkpoint
@@ -248,6 +252,20 @@ def test_mtp_layers_need_a_word_in_both_directions(with_mtp: Path, tmp_path: Pat
     with pytest.raises(UserError, match=r"holds \d+ tensors of multi-token-prediction layers; say what becomes"):
         megatron_to_hf(tmp_path / "kept", tmp_path / "none", workers=1)
     megatron_to_hf(tmp_path / "kept", tmp_path / "back", mtp="keep", workers=1)
+    assert contents(tmp_path / "back") == contents(with_mtp)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, ep=2), Layout(tp=2)], ids=str)
+def test_mtp_layers_are_those_of_megatrons_own_block(
+    layout: Layout, with_mtp: Path, pool: WorkerPool, tmp_path: Path
+) -> None:
+    """The plan is what its model asks for; it loads them, and what it saves is the same HF directory."""
+    spec = ModelSpec.from_hf(with_mtp).with_mtp("keep")
+    compare(spec, pool.run("tests.checkpoint.convert.jobs:mtp_boxes", layout=layout, hf_dir=str(with_mtp)))
+    hf_to_megatron(with_mtp, tmp_path / "ours", mtp="keep", workers=1)
+    paths = {"checkpoint": str(tmp_path / "ours"), "saved": str(tmp_path / "theirs")}
+    pool.run("tests.checkpoint.convert.jobs:mtp_through", layout=layout, hf_dir=str(with_mtp), **paths)
+    megatron_to_hf(tmp_path / "theirs", tmp_path / "back", mtp="keep", config=with_mtp, workers=1)
     assert contents(tmp_path / "back") == contents(with_mtp)
 
 
