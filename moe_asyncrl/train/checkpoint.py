@@ -9,6 +9,7 @@ a step is random (there is no dropout), so there is no generator to save.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,16 @@ import torch.distributed as dist
 
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.train.build import TrainState
-from moe_asyncrl.train.checkpoint_folder import CheckpointInfo, folder_of, make_room, read_info, retain, seal
+from moe_asyncrl.train.checkpoint_folder import (
+    CheckpointInfo,
+    expired,
+    folder_of,
+    make_room,
+    read_info,
+    remove,
+    seal,
+    void,
+)
 from moe_asyncrl.train.checkpoint_write import Note, Writing, plan_and_copy
 from moe_asyncrl.train.optimizer_state import sharded_state
 from moe_asyncrl.train.passes import ModelOnRank
@@ -68,13 +78,22 @@ def finish(begun: Begun, *, keep: int, keep_every: int = 0, stall_s: float = 600
 
     def last() -> None:
         seal(folder, begun.info)
-        try:
-            retain(folder.parent, keep, keep_every)
-        except OSError as error:  # the new one is complete; what stays goes with the next one
-            log.warning("an older checkpoint could not be removed: %s", error)
+        old = expired(folder.parent, keep, keep_every)
+        for each in old:
+            void(each)
+        # Large files take their time to go, and nothing waits for that but the end of the process.
+        threading.Thread(target=_remove, args=(old,), name="retention").start()
 
     begun.writing.complete(last)
     return folder
+
+
+def _remove(folders: list[Path]) -> None:
+    for folder in folders:
+        try:
+            remove(folder)
+        except OSError as error:  # the newer one is complete; this one is tried again after the next save
+            log.warning("%s: an old checkpoint that cannot be removed: %s", folder, error)
 
 
 def _begin(
@@ -129,13 +148,22 @@ def load_weights(model: ModelOnRank, folder: Path) -> None:
 
 def _read(wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException
 
     with agree(f"reading {folder}"):
         try:
             loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(folder))
-        except Exception as e:  # whatever Megatron-Core or torch make of a foreign or damaged file
-            raise UserError(f"{folder}: the checkpoint cannot be read: {type(e).__name__}: {e}") from e
+        # Whatever Megatron-Core or torch make of a foreign or damaged file; torch's own error is no `Exception`.
+        except (Exception, CheckpointException) as e:
+            raise UserError(f"{folder}: the checkpoint cannot be read: {_line(e)}") from e
     return loaded
+
+
+def _line(error: BaseException) -> str:
+    """One line of an error; of those that torch collected from several ranks, the first."""
+    failures = getattr(error, "failures", None)
+    cause = next(iter(failures.values()))[0] if failures else error
+    return f"{type(cause).__name__}: {cause}".partition("\n")[0]
 
 
 def _put(loaded: dict[str, Any], model: ModelOnRank) -> None:

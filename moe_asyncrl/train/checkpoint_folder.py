@@ -111,7 +111,7 @@ def newest_complete(checkpoints: Path) -> tuple[Path, CheckpointInfo] | None:
 def make_room(checkpoints: Path, step: int) -> Path:
     """An empty folder for the checkpoint of `step`; what an interrupted save left there goes."""
     folder = folder_of(checkpoints, step)
-    _remove(folder)
+    remove(folder)
     folder.mkdir(parents=True)
     return folder
 
@@ -128,25 +128,28 @@ def complete_steps(checkpoints: Path) -> list[int]:
     return found
 
 
-def retain(checkpoints: Path, keep: int, keep_every: int = 0) -> None:
-    """Remove complete checkpoints but for the `keep` newest, and interrupted saves older than the newest of those.
+def expired(checkpoints: Path, keep: int, keep_every: int = 0) -> list[Path]:
+    """Complete checkpoints but for the `keep` newest, and interrupted saves older than the newest of those.
 
     With `keep_every` above 0, those of its multiples stay too. What is newer than the newest complete one may be
     under way and is left alone.
     """
     complete = complete_steps(checkpoints)
     if not complete:
-        return
+        return []
     kept = set(complete[-keep:]) | {step for step in complete if keep_every > 0 and step % keep_every == 0}
-    for step, folder in numbered(checkpoints):
-        if step not in kept and step < complete[-1]:
-            _remove(folder)
+    return [folder for step, folder in numbered(checkpoints) if step not in kept and step < complete[-1]]
 
 
-def _remove(folder: Path) -> None:
-    """Remove a checkpoint, its side file first: half removed, it must not look complete."""
+def void(folder: Path) -> None:
+    """Make a folder no checkpoint any more, before it is removed: half removed, it must not look complete."""
+    (folder / SIDE_FILE).unlink(missing_ok=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, if it is there."""
     if folder.exists():
-        (folder / SIDE_FILE).unlink(missing_ok=True)
+        void(folder)
         shutil.rmtree(folder)
 
 

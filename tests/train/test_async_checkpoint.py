@@ -105,7 +105,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from moe_asyncrl.data.messages import Counters, Cursor
-from moe_asyncrl.train.checkpoint_folder import CheckpointInfo, make_room, retain, seal
+from moe_asyncrl.train.checkpoint_folder import CheckpointInfo, expired, make_room, remove, seal
 root = Path(sys.argv[1])
 rest = dict(cursor=Cursor(), counters=Counters(), seed=0, recipe_digest="", layout="", model="")
 for step in range(int(sys.argv[2]), 10**6):
@@ -113,7 +113,8 @@ for step in range(int(sys.argv[2]), 10**6):
     (folder / "shard").write_bytes(b"x" * 10000)
     seal(folder, CheckpointInfo(step=step, version=step, adam_steps=step, **rest))
     print(step, flush=True)
-    retain(root, 1)
+    for old in expired(root, 1):
+        remove(old)
 """
 
 

@@ -12,7 +12,7 @@ from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.data.messages import Counters, Cursor
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.train import checkpoint_folder as folders
-from tests.pool.pool import WorkerPool
+from tests.pool.pool import WorkerFailed, WorkerPool
 from tests.train.sharded import assemble
 from tests.train.step_jobs import deviation
 from tests.train.test_family_gradients import FAMILIES
@@ -108,6 +108,17 @@ def sealed(root: Path, step: int) -> Path:
     return folder
 
 
+def test_damage_that_sizes_do_not_tell_is_one_clear_line(pool: WorkerPool, tmp_path: Path) -> None:
+    folder = Path(pool.run(JOB, layout=EP2, steps=(), save=str(tmp_path))[0]["folder"])
+    shard = folder / "__1_0.distcp"
+    content = shard.read_bytes()
+    shard.write_bytes(bytes(64) + content[64:])
+    with pytest.raises(WorkerFailed) as caught:
+        pool.run(JOB, layout=Layout(), steps=(), resume=str(folder))
+    said = [line for line in str(caught.value).splitlines() if "errors.UserError: " in line]
+    assert len(said) == 1 and f"{folder}: the checkpoint cannot be read: " in said[0], str(caught.value)
+
+
 def seal_again(folder: Path, step: int) -> None:
     folders.seal(
         folder,
@@ -146,16 +157,21 @@ def test_interrupted_saves_are_passed_over(tmp_path: Path) -> None:
         folders.read_info(other.parent)
 
 
+def retain(root: Path, keep: int, keep_every: int = 0) -> None:
+    for folder in folders.expired(root, keep, keep_every):
+        folders.remove(folder)
+
+
 def test_retention_keeps_the_newest_complete_ones(tmp_path: Path) -> None:
     for step in (1, 2, 3, 5):
         sealed(tmp_path, step)
     folders.make_room(tmp_path, 4)  # interrupted, older than the newest
     folders.make_room(tmp_path, 9)  # may be under way
-    folders.retain(tmp_path, 2)
+    retain(tmp_path, 2)
     assert [step for step, _ in folders.numbered(tmp_path)] == [3, 5, 9]
     for step in (10, 11, 12):
         sealed(tmp_path, step)
-    folders.retain(tmp_path, 1, keep_every=5)
+    retain(tmp_path, 1, keep_every=5)
     assert [step for step, _ in folders.numbered(tmp_path)] == [5, 10, 12]
 
 
