@@ -13,7 +13,7 @@ from moe_asyncrl.checkpoint.safetensors_dir import SafetensorsDir
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.algebra import Block
 from moe_asyncrl.models.assemble import assemble
-from moe_asyncrl.models.families.mtp import is_of_mtp
+from moe_asyncrl.models.families.mtp import described, is_of_mtp
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.parameter_map import parameter_map
 from moe_asyncrl.models.shards import rank_shards
@@ -110,9 +110,8 @@ def _unused_mtp(stored: SafetensorsDir, spec: ModelSpec) -> frozenset[str]:
         return frozenset()
     found = frozenset(name for name in stored.tensors if is_of_mtp(spec, name))
     if found and spec.mtp == "unsaid":
-        place = f"behind layer {spec.num_layers - 1}" if min(found).startswith("model.layers.") else "under `mtp.`"
         raise UserError(
-            f"{stored.directory} holds {len(found)} tensors of multi-token-prediction layers ({place}); say what "
-            "becomes of them: `drop` reads and writes the model without them"
+            f"{stored.directory} holds {described(spec, found)}; say what becomes of them: `drop` reads and writes the "
+            "model without them"
         )
     return found

@@ -14,7 +14,7 @@ from moe_asyncrl.checkpoint.convert.keys import Keyed
 from moe_asyncrl.checkpoint.convert.program import Content
 from moe_asyncrl.checkpoint.ledger import Ledger
 from moe_asyncrl.data.errors import UserError
-from moe_asyncrl.models.families.mtp import is_of_mtp
+from moe_asyncrl.models.families.mtp import described, is_of_mtp
 from moe_asyncrl.models.parameter_map import parameter_map
 from moe_asyncrl.models.spec import ModelSpec
 
@@ -103,7 +103,7 @@ def unused_mtp(names: Iterable[str], spec: ModelSpec, directory: Path) -> frozen
     found = frozenset(name for name in names if is_of_mtp(spec, name))
     if found and spec.mtp == "unsaid":
         raise UserError(
-            f"{directory} holds {len(found)} tensors of {spec.mtp_layers} multi-token-prediction layers (behind layer "
-            f"{spec.num_layers - 1}); say what becomes of them: `--mtp keep`, or `--mtp drop` to go on without them"
+            f"{directory} holds {described(spec, found)}; say what becomes of them: `--mtp keep`, or `--mtp drop` to "
+            "go on without them"
         )
     return found

@@ -10,7 +10,7 @@ project's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.algebra import Copy, HfTensor
@@ -62,6 +62,13 @@ def expert_biases(spec: ModelSpec) -> Iterator[Entry]:
 def is_of_mtp(spec: ModelSpec, name: str) -> bool:
     """Whether an HF tensor is of a multi-token-prediction layer: one that the config announces, or under `mtp.`."""
     return name.startswith(mtp_prefixes(spec.num_layers, spec.mtp_layers))
+
+
+def described(spec: ModelSpec, names: Collection[str]) -> str:
+    """For messages: how many such tensors there are, and where."""
+    behind = any(not name.startswith(MTP_PREFIX) for name in names)
+    place = f"behind layer {spec.num_layers - 1}" if behind else f"under `{MTP_PREFIX}`"
+    return f"{len(names)} tensors of multi-token-prediction layers ({place})"
 
 
 def _around(spec: ModelSpec, number: int) -> Iterator[tuple[str, str, tuple[int, ...], int | None]]:
