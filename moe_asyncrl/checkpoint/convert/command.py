@@ -33,6 +33,8 @@ def _to_hf(args: argparse.Namespace) -> int:
 
     if not args.shard_gb > 0:
         raise UserError(f"--shard-gb is {args.shard_gb}; it must be above 0")
+    if args.form == "fp8" and args.dtype is not None:
+        raise UserError("--form fp8 gives every tensor the type that was published; leave --dtype out")
     out = Path(args.out)
     megatron_to_hf(
         Path(args.source),

@@ -108,6 +108,10 @@ def test_bits_that_compare_equal_are_different(home: Path, capfd: Said) -> None:
         (("megatron-to-hf", "my-model", "out"), "my-model carries no hf/config.json"),
         (("megatron-to-hf", "my-model", "out", "--config", "my-model"), "my-model has no metadata.json"),
         (("megatron-to-hf", "my-model", "out", "--shard-gb", "0"), "--shard-gb is 0.0; it must be above 0"),
+        (
+            ("megatron-to-hf", "my-model", "out", "--form", "fp8", "--dtype", "float32"),
+            "--form fp8 gives every tensor the type that was published; leave --dtype out",
+        ),
         (("inspect", "nothing"), "nothing does not exist, or is no directory"),
         (("verify", "."), ". is neither an HF directory with safetensors files nor a distributed checkpoint"),
     ],
