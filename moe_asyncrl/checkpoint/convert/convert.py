@@ -6,9 +6,10 @@ import errno
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -124,7 +125,7 @@ def megatron_to_hf(
                 for stamp in source_files([path]).values()
             }
         place.bind(Identity("megatron-to-hf", files, options, _digest(plan.units, others)))
-        _begin_files(place, plan.files, plan.units)
+        _begin_files(place, plan.files)
         _carry_out(place, plan.units, worker_count(workers, computes=form == "fp8"), source)
         _publish(place, others)
 
@@ -206,14 +207,16 @@ def _weight_map(carried: Path) -> dict[str, str] | None:
     return read_weight_map(path) if path.is_file() else None
 
 
-def _begin_files(place: Workspace, files: Iterable[NewFile], units: Sequence[WriteUnit]) -> None:
-    """Headers, and room behind them; a file that has its size is one that was begun before."""
+def _begin_files(place: Workspace, files: Iterable[NewFile]) -> None:
+    """Headers, and room behind them; a file that has both was begun before."""
     for file in files:
         path = place.path / file.name
         if path.is_file() and path.stat().st_size == file.size:
-            continue
-        place.done -= {unit.number for unit in units if unit.target == file.name}
-        with _clear_when_full(place, path), path.open("wb") as begun:
+            with path.open("rb") as begun:
+                if begun.read(len(file.header)) == file.header:
+                    continue
+        place.forget(file.name)
+        with _one_line(path), path.open("wb") as begun:
             begun.write(file.header)
             begun.truncate(file.size)
 
@@ -228,7 +231,6 @@ def _carry_out(place: Workspace, units: Sequence[WriteUnit], workers: int, sourc
     def finished(answer: Finished) -> None:
         place.record(answer.number, targets[answer.number])
 
-    done_before = len(place.done)
     try:
         run_units(
             (msgspec.structs.replace(unit, target=str(place.path / unit.target)) for unit in waiting),
@@ -242,8 +244,8 @@ def _carry_out(place: Workspace, units: Sequence[WriteUnit], workers: int, sourc
         text = str(error) if isinstance(error, WorkerError) else f"{place.path}: {error.strerror}"
         more = "; make room and repeat" if number in _FULL else "; repeat"
         raise UserError(
-            f"{source}: {text}{more} the same command: it goes on from what is done (kept in {place.path}, "
-            f"{done_before} of {len(units)} units were done before this start)"
+            f"{source}: {text}{more} the same command: it goes on from what is done ({len(place.done)} of {len(units)} "
+            f"parts, kept in {place.path})"
         ) from None
     except BaseException:
         progress.abandon()
@@ -263,21 +265,16 @@ def _check_room(place: Workspace, left: int, targets: Iterable[Path]) -> None:
 
 
 def _publish(place: Workspace, others: dict[str, bytes]) -> None:
-    with _clear_when_full(place, place.path):
+    with _one_line(place.path):
         place.publish(others)
 
 
-class _clear_when_full:
-    """Turns an error of the operating system into one line."""
-
-    def __init__(self, place: Workspace, path: Path) -> None:
-        self._place, self._path = place, path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, OSError):
-            raise UserError(
-                f"{self._path}: {error.strerror}; mend that and repeat the same command: it goes on from what is done"
-            ) from None
+@contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    """Errors of the operating system, such as a full disk, as a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path}: {error.strerror}; mend that and repeat the same command: it goes on from what is done"
+        ) from None

@@ -10,7 +10,7 @@ import errno
 import math
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _STEP = 8 << 20
+_AHEAD = 32 << 20
 _NOT_IN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
@@ -140,9 +141,10 @@ def write_unit(unit: WriteUnit, moved: Callable[[int], None]) -> None:
     with Files(unit.files) as files:
         target = os.open(unit.target, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
-            for piece, following in zip(unit.pieces, [*unit.pieces[1:], None], strict=True):
-                if following is not None:
-                    _announce(files, following.content.runs)
+            ahead = _Ahead(files, [run for piece in unit.pieces for run in piece.content.runs])
+            begun = end = unit.pieces[0].at
+            for piece in unit.pieces:
+                ahead.past(sum(run.size for run in piece.content.runs))
                 at = piece.at
                 around = frame(piece.framed, piece.shape) if piece.framed else None
                 if around is not None:
@@ -151,8 +153,13 @@ def write_unit(unit: WriteUnit, moved: Callable[[int], None]) -> None:
                     size = _write_content(target, piece.content, files, at)
                 else:
                     size = _write(target, files.encode(piece.encoded, assembled(piece.content, files)), at)
+                end = at + size
                 if around is not None:
-                    _write(target, around.tail, at + size)
+                    end += _write(target, around.tail, end)
+                if end - begun >= _STEP:
+                    # The kernel begins to write this back now, and not all of it at the end.
+                    os.posix_fadvise(target, begun, end - begun, os.POSIX_FADV_DONTNEED)
+                    begun = end
                 moved(size)
             if os.fstat(target).st_size < unit.size:
                 os.truncate(target, unit.size)
@@ -171,10 +178,22 @@ def _write_content(target: int, content: Content, files: Files, at: int) -> int:
     return at - begin
 
 
-def _announce(files: Files, runs: Sequence[Run]) -> None:
-    """Let the kernel read ahead what comes next."""
-    for run in runs:
-        os.posix_fadvise(files.handle(run.file), run.offset, run.size, os.POSIX_FADV_WILLNEED)
+class _Ahead:
+    """Lets the kernel read what comes next: runs of a few megabytes, anywhere, are too short for it to find out."""
+
+    def __init__(self, files: Files, runs: Iterable[Run]) -> None:
+        self._files, self._runs = files, iter(runs)
+        self._asked = 0
+
+    def past(self, size: int) -> None:
+        """`size` more bytes are about to be used; have up to `_AHEAD` behind them on their way."""
+        self._asked -= size
+        while self._asked < _AHEAD:
+            run = next(self._runs, None)
+            if run is None:
+                return
+            os.posix_fadvise(self._files.handle(run.file), run.offset, run.size, os.POSIX_FADV_WILLNEED)
+            self._asked += run.size
 
 
 def _copy(files: Files, run: Run, target: int, at: int) -> None:

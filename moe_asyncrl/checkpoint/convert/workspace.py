@@ -19,7 +19,7 @@ import msgspec
 
 from moe_asyncrl.data.errors import UserError
 
-_OWN, _IDENTITY = ".convert", "identity.json"
+_OWN, _IDENTITY, _JOURNAL = ".convert", "identity.json", "journal.jsonl"
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,24 +59,25 @@ class Workspace:
         file = self.path / _OWN / _IDENTITY
         if file.is_file():
             self._check(file, identity)
-            self.done = {
-                done.unit
-                for done in self._read_journal()
-                if (self.path / done.target).is_file() and (self.path / done.target).stat().st_size == done.size
-            }
+            self._keep([done for done in self._read_journal() if self._is_there(done)])
         else:
             _write_file(file.with_suffix(".new"), msgspec.json.encode(identity))
             os.replace(file.with_suffix(".new"), file)
-        self._journal = os.open(self.path / _OWN / "journal.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        size = os.fstat(self._journal).st_size
-        if size and os.pread(self._journal, 1, size - 1) != b"\n":
-            os.write(self._journal, b"\n")  # a torn line ends here
+        if self._journal < 0:
+            self._open_journal()
 
     def record(self, unit: int, target: str) -> None:
         """Say that a unit is on the disk."""
         line = msgspec.json.encode(Done(unit, target, (self.path / target).stat().st_size)) + b"\n"
         _write_all(self._journal, line)
         os.fsync(self._journal)
+        self.done.add(unit)
+
+    def forget(self, target: str) -> None:
+        """All that was done of a file is to be done again, now and after any interruption."""
+        kept = [done for done in self._read_journal() if done.unit in self.done and done.target != target]
+        if len(kept) < len(self.done):
+            self._keep(kept)
 
     def publish(self, others: Mapping[str, bytes]) -> None:
         """Write the remaining files and give the directory its name. Raises OSError if the disk is full."""
@@ -95,8 +96,26 @@ class Workspace:
         elif not (self.path / _OWN / _IDENTITY).is_file():
             shutil.rmtree(self.path, ignore_errors=True)
 
+    def _is_there(self, done: Done) -> bool:
+        path = self.path / done.target
+        return path.is_file() and path.stat().st_size == done.size
+
+    def _keep(self, kept: list[Done]) -> None:
+        """A journal of these alone; without torn lines and units that are gone, which must not come back."""
+        self.done = {done.unit for done in kept}
+        path = self.path / _OWN / _JOURNAL
+        _write_file(path.with_suffix(".new"), b"".join(msgspec.json.encode(done) + b"\n" for done in kept))
+        os.replace(path.with_suffix(".new"), path)
+        _sync(path.parent)
+        if self._journal >= 0:
+            os.close(self._journal)
+        self._open_journal()
+
+    def _open_journal(self) -> None:
+        self._journal = os.open(self.path / _OWN / _JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
     def _read_journal(self) -> Iterator[Done]:
-        path = self.path / _OWN / "journal.jsonl"
+        path = self.path / _OWN / _JOURNAL
         for line in path.read_bytes().splitlines() if path.is_file() else ():
             try:
                 yield msgspec.json.decode(line, type=Done)

@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_asyncrl.checkpoint.convert import convert as convert_module
 from moe_asyncrl.checkpoint.convert import crew
 from moe_asyncrl.checkpoint.convert.convert import hf_to_megatron, megatron_to_hf
 from moe_asyncrl.checkpoint.convert.hf_files import INDEX
+from moe_asyncrl.checkpoint.convert.to_hf import plan_to_hf
+from moe_asyncrl.checkpoint.convert.to_megatron import plan_to_megatron
 from moe_asyncrl.checkpoint.convert.workspace import workspace
 from moe_asyncrl.data.errors import UserError
 from tests.checkpoint.convert.interrupted import children, done_units, killed_at_random, started, until
@@ -254,10 +257,7 @@ def test_a_worker_that_is_killed_is_named_and_the_others_end(
 
 
 def run_in_small_units(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_asyncrl.checkpoint.convert import convert
-    from moe_asyncrl.checkpoint.convert.to_megatron import plan_to_megatron
-
-    monkeypatch.setattr(convert, "plan_to_megatron", lambda *a: plan_to_megatron(*a, unit_bytes=60_000))
+    monkeypatch.setattr(convert_module, "plan_to_megatron", lambda *a: plan_to_megatron(*a, unit_bytes=60_000))
     hf_to_megatron(source, out, workers=2)
 
 
@@ -293,3 +293,39 @@ def test_killed_at_random_it_goes_on_to_the_same_bytes(model: Path, tmp_path: Pa
     expected = contents(tmp_path / "whole")
     assert killed_at_random("hf-to-megatron", model, tmp_path / "a", expected, 3, seed=1) >= 2
     assert killed_at_random("megatron-to-hf", tmp_path / "a", tmp_path / "b", contents(model), 3, seed=2) >= 2
+
+
+def test_a_file_that_was_lost_is_written_again_whole(
+    model: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And stays so when the next start is interrupted too: what its journal said of it is forgotten for good."""
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    with started("megatron-to-hf", str(converted), str(out), rest=0.05) as process:
+        until(lambda: done_units(out) >= 4)
+    file = partial / "model.safetensors"
+    header = file.read_bytes()[:1000]
+    for damage in ("gone", "header", "size"):
+        if damage == "gone":
+            file.unlink()
+        elif damage == "header":
+            with file.open("r+b") as begun:
+                begun.write(bytes(100))
+        else:
+            os.truncate(file, file.stat().st_size - 1)
+        monkeypatch.setattr(convert_module, "run_units", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            small_to_hf(converted, out, monkeypatch)
+        assert done_units(out) == 0 and file.read_bytes()[:1000] == header
+    monkeypatch.undo()
+    with started("megatron-to-hf", str(converted), str(out)) as process:
+        assert process.wait(60) == 0
+    assert contents(out) == contents(model)
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def small_to_hf(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert_module, "plan_to_hf", lambda *a, **k: plan_to_hf(*a, **k, unit_bytes=60_000))
+    megatron_to_hf(source, out, workers=1)
