@@ -16,15 +16,22 @@ COUNTER = itertools.count()
 
 
 def requests(
-    n: int, *, tokens: int = 12, seed: int = 0, version: int = -1, vocabulary: int = 512, **sampling: float
+    n: int,
+    *,
+    tokens: int = 12,
+    seed: int = 0,
+    version: int = -1,
+    vocabulary: int = 512,
+    longest: int = 40,
+    **sampling: float,
 ) -> list[GenerateRequest]:
-    """Random prompts of different lengths."""
+    """Random prompts of different lengths, all below `longest`."""
     rng = np.random.default_rng(seed)
     params = SamplingParams(**{"temperature": 1.0, "max_new_tokens": tokens, **sampling})  # type: ignore[arg-type]
     return [
         GenerateRequest(
             rid=f"sampling-{next(COUNTER)}",
-            input_ids=rng.integers(4, vocabulary, size=int(rng.integers(1, 40))),
+            input_ids=rng.integers(4, vocabulary, size=int(rng.integers(1, longest))),
             sampling=params,
             version=version,
             ignore_eos=True,

@@ -41,6 +41,9 @@ HOOKS: tuple[tuple[str, str, str], ...] = (
         "cpu_backend:take_sinks",
     ),
     ("sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments", "around", "cpu_backend:claim_sinks"),
+    # SGLang gives windowed layers a smaller pool whose slots have numbers of their own; this backend reads by those of
+    # the other pool: right until slots are used again, then wrong or out of range.
+    ("sglang.srt.configs.model_config.is_hybrid_swa_model", "replace", "cpu_backend:one_pool"),
     # The norm of MiniMax-M2's queries and keys is a Triton kernel or one for AMX.
     ("sglang.srt.models.minimax_m2.MiniMaxM2QKRMSNorm.forward", "replace", "cpu_norm:norm_over_heads"),
     # Prompts of multi-latent attention otherwise take a form that this backend cannot compute: a shape error.

@@ -182,5 +182,5 @@ def _with_sinks(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One more key and value of zeros; every query sees it with the logit of its head. sinks [1, heads, queries, 1]."""
     k, v = (torch.cat([x, x.new_zeros(*x.shape[:2], 1, x.shape[3])], 2) for x in (k, v))
-    shape = (mask.shape[0], *torch.broadcast_shapes(sinks.shape[1:3], mask.shape[1:3]))
+    shape = [max(a, b) for a, b in zip(mask.shape[:3], sinks.shape[:3], strict=True)]
     return k, v, torch.cat([mask.expand(*shape, -1), sinks.expand(*shape, 1)], -1)

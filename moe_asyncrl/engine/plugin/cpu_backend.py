@@ -41,6 +41,11 @@ def claim_sinks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model_hook.attention_backends_of = look_up
 
 
+def one_pool(*args: Any, **kwargs: Any) -> bool:
+    """In place of `is_hybrid_swa_model`: every layer keeps its keys in one pool, and windows are masks."""
+    return False
+
+
 def _plan(
     backend: Any,
     query: torch.Tensor,
