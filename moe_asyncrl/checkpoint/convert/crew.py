@@ -95,7 +95,10 @@ def run_units(
 def _start() -> _Worker:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", _WORKER, str(os.getpid())]
-    return _Worker(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment))
+    # A group of its own: Ctrl-C is for this process, also while the worker still imports.
+    return _Worker(
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0)
+    )
 
 
 def _give(worker: _Worker, waiting: deque[Unit], number: int) -> None:

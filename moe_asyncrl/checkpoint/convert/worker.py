@@ -19,8 +19,7 @@ _DIE_WITH_PARENT = 1
 
 
 def main() -> None:
-    """Serve until the input ends. Ctrl-C is the parent's business; its death is the end of this process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Serve until the input ends. The parent's death is the end of this process."""
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):
         return

@@ -73,11 +73,11 @@ def killed_at_random(what: str, source: Path, out: Path, expected: dict[str, byt
     """
     chance, resumed = random.Random(seed), 0
     for _ in range(times):
-        with started(what, str(source), str(out), "--workers", "2", rest=0.005) as process:
+        with started(what, str(source), str(out), "--workers", "2", rest=0.03) as process:
             before = done_units(out)
             more = before + chance.randrange(3)
             until(lambda more=more, process=process: done_units(out) > more or process.poll() is not None)  # type: ignore[misc]
-            time.sleep(chance.random() * 0.01)
+            time.sleep(chance.random() * 0.04)
             workers = children(process)
             victim = chance.choice([process.pid, *(w.pid for w in workers)])
             with contextlib.suppress(ProcessLookupError):

@@ -29,9 +29,7 @@ def layouts(name: str) -> list[Layout]:
     """One process, EP2, PP2, TP2, EP2×PP2 as the family can be laid out; stages of 5 or 7 layers are uneven."""
     layers = FAMILY_MODELS[name][1]["num_hidden_layers"]
     split = (3, 4) if layers == 7 else (2, 3)
-    # Experts with biases cannot be split, so gpt-oss has its experts on two ranks there.
-    tp2 = Layout(tp=2, ep=2) if name == "gpt-oss" else Layout(tp=2)
-    found = [Layout(), tp2, Layout(pp=2, stage_layers=split)]
+    found = [Layout(), Layout(tp=2), Layout(pp=2, stage_layers=split)]
     if name == "llama":
         return [*found, Layout(tp=2, pp=2, stage_layers=split)]
     return [*found, Layout(dp=2, ep=2), Layout(dp=2, ep=2, pp=2, stage_layers=split)]

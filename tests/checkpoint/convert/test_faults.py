@@ -291,8 +291,8 @@ def test_killed_at_random_it_goes_on_to_the_same_bytes(model: Path, tmp_path: Pa
     with started("hf-to-megatron", str(model), str(tmp_path / "whole")) as process:
         assert process.wait(60) == 0
     expected = contents(tmp_path / "whole")
-    assert killed_at_random("hf-to-megatron", model, tmp_path / "a", expected, 3, seed=1) >= 2
-    assert killed_at_random("megatron-to-hf", tmp_path / "a", tmp_path / "b", contents(model), 3, seed=2) >= 2
+    assert killed_at_random("hf-to-megatron", model, tmp_path / "a", expected, 3, seed=1) >= 1
+    assert killed_at_random("megatron-to-hf", tmp_path / "a", tmp_path / "b", contents(model), 3, seed=2) >= 1
 
 
 def test_a_file_that_was_lost_is_written_again_whole(
