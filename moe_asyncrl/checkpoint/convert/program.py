@@ -12,6 +12,17 @@ Rectangle = tuple[tuple[int, int, int], ...]
 """(start, stop, step) along each axis, in elements."""
 
 
+_LARGEST_UNIT, _SMALLEST_UNIT, _UNITS = 256 << 20, 16 << 20, 32
+
+
+def unit_size(total: int) -> int:
+    """Bytes of a unit of a conversion of `total` bytes: enough units to share, each worth its `fsync`.
+
+    Whoever takes part, the units are the same, so that another number of workers can go on.
+    """
+    return max(_SMALLEST_UNIT, min(_LARGEST_UNIT, total // _UNITS))
+
+
 class Run(msgspec.Struct, frozen=True, array_like=True):
     """`size` bytes of file number `file` of the unit, from byte `offset`."""
 

@@ -12,13 +12,12 @@ from moe_asyncrl.checkpoint.convert.contents import FileTable
 from moe_asyncrl.checkpoint.convert.dtypes import ITEM_SIZES
 from moe_asyncrl.checkpoint.convert.hf_files import INDEX, NewFile, Stored, index_text, plan_files
 from moe_asyncrl.checkpoint.convert.links import row_slabs
-from moe_asyncrl.checkpoint.convert.program import Content, Piece, WriteUnit
+from moe_asyncrl.checkpoint.convert.program import Content, Piece, WriteUnit, unit_size
 
 if TYPE_CHECKING:
     from moe_asyncrl.checkpoint.convert.fp8_form import Fp8Form
 
 SLAB_BYTES = 16 << 20
-UNIT_BYTES = 256 << 20
 SHARD_BYTES = 5 * 1000**3
 
 
@@ -58,13 +57,14 @@ def plan_to_hf(
     weight_map: Mapping[str, str] | None = None,
     *,
     shard_bytes: int = SHARD_BYTES,
-    unit_bytes: int = UNIT_BYTES,
+    unit_bytes: int | None = None,
     slab_bytes: int = SLAB_BYTES,
     form: Fp8Form | None = None,
 ) -> ToHf:
     """Every tensor once. `weight_map` names the file of each tensor; without it files have up to `shard_bytes`.
 
-    `form` says what is stored of tensors that are not stored as themselves.
+    `form` says what is stored of tensors that are not stored as themselves. `unit_bytes` is as `unit_size` says where
+    it is not given.
 
     Raises:
         UserError: chunks of the source are missing or damaged.
@@ -77,9 +77,10 @@ def plan_to_hf(
     if weight_map is not None and weight_map.keys() != {name for name, *_ in tensors}:
         weight_map = None
     files = plan_files(Path(), tensors, shard_bytes, weight_map)
+    limit = unit_bytes or unit_size(sum(file.size for file in files))
     units: list[WriteUnit] = []
     for file in files:
-        units += _units(len(units), file, source, unit_bytes, slab_bytes, form)
+        units += _units(len(units), file, source, limit, slab_bytes, form)
     others = {INDEX: index_text(files).encode()} if len(files) > 1 or weight_map is not None else {}
     return ToHf(tuple(files), tuple(units), others)
 

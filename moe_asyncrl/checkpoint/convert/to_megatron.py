@@ -13,14 +13,13 @@ from moe_asyncrl.checkpoint.convert.dtypes import ITEM_SIZES
 from moe_asyncrl.checkpoint.convert.hf_side import HfCheckpoint, kind_types
 from moe_asyncrl.checkpoint.convert.keys import Keyed, LayerKeys, keyed_parameters, object_keys
 from moe_asyncrl.checkpoint.convert.links import Link, links_of, row_slabs
-from moe_asyncrl.checkpoint.convert.program import Piece, WriteUnit
+from moe_asyncrl.checkpoint.convert.program import Piece, WriteUnit, unit_size
 from moe_asyncrl.checkpoint.convert.torch_zip import ALIGNMENT, frame, saved_object
 from moe_asyncrl.models.algebra import Stack
 from moe_asyncrl.models.spec import ModelSpec
 
 CHUNK_BYTES = 64 << 20
 """Largest chunk of a global tensor. A rank reads the chunks that it needs some of as a whole."""
-UNIT_BYTES = 256 << 20
 OBJECTS_FILE = "__objects_0.distcp"
 
 
@@ -38,14 +37,16 @@ def plan_to_megatron(
     layers: LayerKeys,
     *,
     chunk_bytes: int = CHUNK_BYTES,
-    unit_bytes: int = UNIT_BYTES,
+    unit_bytes: int | None = None,
 ) -> ToMegatron:
-    """Every parameter once. Raises UserError as `kind_types` does."""
+    """Every parameter once, in units of `unit_bytes` or as `unit_size` says. Raises UserError as `kind_types` does."""
     parameters = list(keyed_parameters(spec, layers))
     types = kind_types(parameters, source.tensors, source.directory)
     chunks: dict[str, list[Chunk]] = {}
     units = []
-    for number, group in enumerate(_grouped(_slabs(parameters, types, chunk_bytes), unit_bytes)):
+    slabs = list(_slabs(parameters, types, chunk_bytes))
+    limit = unit_bytes or unit_size(sum(slab.nbytes for slab in slabs))
+    for number, group in enumerate(_grouped(slabs, limit)):
         unit, found = _unit(number, group, source)
         units.append(unit)
         for key, chunk in found:
