@@ -42,11 +42,12 @@ def upcycle(
     dense = ModelSpec.from_hf(source)
     path = source / "config.json"
     config = mixtral_config(dense, json.loads(path.read_text(encoding="utf-8")), how, str(path))
+    partial: Path | None = None
     with SafetensorsDir(source) as stored:
         spare_head = check_tensors(stored, dense)
-        check_place(out, source)
-        partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.partial-"))
         try:
+            check_place(out, source)
+            partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.partial-"))
             for name in CARRIED_FILES:
                 if name != "config.json" and (source / name).is_file():
                     shutil.copyfile(source / name, partial / name)
@@ -59,7 +60,8 @@ def upcycle(
         except OSError as error:
             raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            if partial is not None:
+                shutil.rmtree(partial, ignore_errors=True)
     return mixture
 
 

@@ -171,7 +171,7 @@ def router_weight(norm: torch.Tensor, name: str, how: Upcycling, dtype: torch.dt
 
 
 def _normal(shape: tuple[int, ...], name: str, seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Standard normal float32 by seed and name. numpy's Philox gives the same bits on every machine; torch does not."""
+    """Standard normal float32 by seed and name. By numpy: torch's bits depend on the machine's vector width."""
     key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
     return generator.standard_normal(shape, dtype=np.float32)

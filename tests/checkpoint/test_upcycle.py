@@ -295,6 +295,10 @@ def test_the_command(dense: Path, tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert (out / "model.safetensors").read_bytes() == (tmp_path / "same" / "model.safetensors").read_bytes()
     assert main(words) == 2
     assert "exists and is not an empty directory" in capfd.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["upcycle", str(dense), str(tmp_path / "file" / "mixture")]) == 2
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and "mixture cannot be written: " in err
 
 
 def test_damaged_sources(dense: Path, tmp_path: Path) -> None:
