@@ -13,6 +13,7 @@ from megatron_patches import (
     checkpoint_writer,
     cuda_calls,
     expert_bias_gradient,
+    expert_bias_share,
     expert_output_bias,
     jit_fuser,
     mla_down_projections,
@@ -51,6 +52,7 @@ PATCHES: tuple[Patch, ...] = (
     packed_rope.PATCH,
     expert_output_bias.PATCH,
     expert_bias_gradient.PATCH,
+    expert_bias_share.PATCH,
 )
 
 

@@ -16,6 +16,7 @@ from moe_asyncrl.config.load import dump_recipe, load_recipe
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.telemetry.run_folder import RunFolder, write_atomic
+from moe_asyncrl.train.checkpoint_folder import newest_complete
 
 
 def absolute(recipe: Recipe, base: Path) -> Recipe:
@@ -77,9 +78,10 @@ def find_resumable(recipe: Recipe) -> RunFolder:
     base = Path(recipe.run.folder)
     found = sorted(base.glob(f"{recipe.run.name}-*"), reverse=True)
     for path in found:
-        if (path / "recipe.yaml").exists() and any((path / "checkpoints").glob("step-*")):
-            return RunFolder(path)
-    raise UserError(f"run.resume: no run named {recipe.run.name!r} with a checkpoint in {base}")
+        folder = RunFolder(path)
+        if folder.recipe.exists() and newest_complete(folder.checkpoints) is not None:
+            return folder
+    raise UserError(f"run.resume: no run named {recipe.run.name!r} with a complete checkpoint in {base}")
 
 
 def take_up(folder: RunFolder, recipe: Recipe) -> None:

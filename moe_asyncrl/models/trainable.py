@@ -23,12 +23,6 @@ def check_builds(spec: ModelSpec, layout: Layout) -> None:
             f"{spec.family}: training does not carry multi-token-prediction layers yet; say `drop` for them in place "
             "of `keep` (model.mtp)"
         )
-    if spec.linear_biases and layout.etp > 1:
-        # Megatron-Core refuses it: every rank of an expert would add the whole bias.
-        raise UserError(
-            f"layout {layout}: the experts of {spec.family} have biases, so they cannot be split over etp "
-            f"{layout.etp}; use ep above 1 with etp 1, or tp 1"
-        )
     for what, size in (("key/value heads", spec.num_kv_heads), ("hidden_size", spec.hidden_size)):
         if size % layout.tp:
             raise UserError(f"layout {layout}: {what} {size} is not a multiple of tp {layout.tp}")

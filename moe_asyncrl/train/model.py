@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from moe_asyncrl.config.capability import Capabilities, choose
+from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.models.trainable import check_builds
@@ -35,10 +36,16 @@ def transformer_config(
     Raises:
         UserError: the model does not fit the layout.
     """
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
     check_builds(spec, layout)
     choices = choose(capabilities)
+    splits_biases = spec.linear_biases and layout.etp > 1
+    if splits_biases and choices.layers == "transformer_engine":
+        raise UserError(
+            f"layout {layout}: the experts of {spec.family} have biases, and Transformer Engine's layers would add "
+            f"each of them {layout.etp} times under etp {layout.etp}; use ep above 1 with etp 1, or tp 1"
+        )
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
     fields: dict[str, Any] = {
         **config_fields(spec),
         "tensor_model_parallel_size": layout.tp,
@@ -46,7 +53,8 @@ def transformer_config(
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp,
         "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp,
+        # Megatron-Core refuses to split experts with biases; the patch `expert_bias_share` mends why.
+        "expert_tensor_parallel_size": 1 if splits_biases else layout.etp,
         "context_parallel_size": layout.cp,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -80,6 +88,8 @@ def transformer_config(
     config = (TransformerConfig if spec.mla is None else MLATransformerConfig)(**(fields | overrides))
     for name, value in yarn_attributes(spec).items():
         setattr(config, name, value)
+    if splits_biases:
+        config.expert_tensor_parallel_size = layout.etp
     return config
 
 

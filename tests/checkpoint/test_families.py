@@ -24,9 +24,7 @@ SINGLE = Layout()
 def layouts(name: str) -> list[Layout]:
     """One process, EP2, PP2, TP2 and EP2×PP2; the stages of 5 or 7 layers are uneven."""
     split = (3, 4) if FAMILY_MODELS[name][1]["num_hidden_layers"] == 7 else (2, 3)
-    # Experts with biases cannot be split, so gpt-oss has its experts on two ranks there.
-    tp2 = Layout(tp=2, ep=2) if name == "gpt-oss" else Layout(tp=2)
-    dense = [SINGLE, tp2, Layout(pp=2, stage_layers=split)]
+    dense = [SINGLE, Layout(tp=2), Layout(pp=2, stage_layers=split)]
     if name == "llama":
         return [*dense, Layout(tp=2, pp=2, stage_layers=split)]
     return [*dense, Layout(dp=2, ep=2), Layout(dp=2, ep=2, pp=2, stage_layers=split)]

@@ -269,6 +269,21 @@ def expert_biases_are_not_shared() -> None:
     on_ranks(Layout(tp=2, ep=2), marked)
 
 
+def expert_biases_are_added_once() -> None:
+    """The shares of all ranks come to the bias, and each rank has its whole gradient."""
+
+    def shared() -> None:
+        modules = dict(biased_experts(Layout(tp=2)).named_modules())
+        layer = modules["decoder.layers.0.mlp.experts.local_experts.0.linear_fc2"]
+        layer.bias.data.normal_()
+        _, share = layer(torch.zeros(3, layer.weight.shape[1]))
+        assert torch.equal(share, layer.bias / 2)
+        share.sum().backward()
+        assert torch.equal(layer.bias.grad, torch.ones_like(layer.bias))
+
+    on_ranks(Layout(tp=2), shared)
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "unusable_transformer_engine": broken_transformer_engine,
     "unusable_apex": foreign_apex,
@@ -287,4 +302,5 @@ CHECKS: dict[str, Callable[[], None]] = {
     "packed_rope": packed_positions_start_anew,
     "expert_output_bias": biased_experts_learn,
     "expert_bias_gradient": expert_biases_are_not_shared,
+    "expert_bias_share": expert_biases_are_added_once,
 }

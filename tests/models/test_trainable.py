@@ -28,7 +28,6 @@ DENSE: dict[str, Any] = {"moe_layers": (False, False), "num_experts": 0, "moe_in
         ({"moe_intermediate_size": 33}, Trainer(tp=2), "moe_intermediate_size 33 is not a multiple of etp 2"),
         (DENSE, Trainer(dp=2, ep=2, etp=1), "has no experts; use ep 1"),
         ({}, Trainer(cp=2), r"trainer\.cp above 1"),
-        ({"linear_biases": True}, Trainer(tp=2, dp=1), "have biases, so they cannot be split over etp 2"),
         ({"mtp_layers": 1, "mtp": "keep"}, Trainer(), "does not carry multi-token-prediction layers yet; say `drop`"),
         ({}, Trainer(pp=2, stage_layers=(1, 2)), "stage_layers has 3 layers, the model 2"),
     ],

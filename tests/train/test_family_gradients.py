@@ -48,6 +48,8 @@ FAMILIES: dict[str, ModelSpec] = {
     ),
 }
 LAYOUTS = [Layout(tp=2, ep=2), Layout(dp=2, ep=2, pp=2, stage_layers=(1, 3))]
+SPLIT_EXPERTS = [Layout(tp=2), Layout(tp=2, dp=2, ep=2, etp=2)]
+"""For the family whose experts have biases."""
 
 
 def run(pool: WorkerPool, spec: ModelSpec, layout: Layout, **options: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -62,7 +64,7 @@ def run(pool: WorkerPool, spec: ModelSpec, layout: Layout, **options: Any) -> tu
 def test_gradients_equal_one_process(family: str, pool: WorkerPool) -> None:
     spec = FAMILIES[family]
     loss, expected = run(pool, spec, Layout())
-    for layout in LAYOUTS:
+    for layout in LAYOUTS + (SPLIT_EXPERTS if spec.linear_biases else []):
         found_loss, found = run(pool, spec, layout)
         assert abs(found_loss - loss) < TOLERANCE * abs(loss), layout
         assert found.keys() == expected.keys()

@@ -43,6 +43,14 @@ def test_what_cannot_be_expressed_is_refused() -> None:
         config_fields(tiny_spec(family="unheard_of"))
 
 
+def test_experts_with_biases_are_split_only_where_their_sum_is_mended() -> None:
+    from moe_asyncrl.train.model import transformer_config
+
+    spec = tiny_spec(family="gpt_oss", linear_biases=True)
+    with pytest.raises(UserError, match="Transformer Engine's layers would add each of them 2 times under etp 2"):
+        transformer_config(spec, Layout(tp=2), GPU)
+
+
 LOCAL = {
     "input_layernorm": "WrappedTorchNorm",
     "linear_qkv": "ColumnParallelLinear",
