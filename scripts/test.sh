@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All tests, in two processes side by side, since much of a test's time is one core's: whole runs and the tests of single
-# servers in the first, everything that shares the resident workers in the second. The first one's output follows the
+# All tests, in two processes side by side, since much of a test's time is one core's: whole runs and what wants most of the
+# servers in the first, everything else that shares the resident workers in the second. The first one's output follows the
 # second's. Arguments go to pytest; then one process runs what they select.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,7 +9,7 @@ python=.venv/bin/python
 
 first=()
 skipped=()
-for folder in tests/system tests/engine tests/slurm; do
+for folder in tests/system tests/engine tests/engines tests/weights tests/slurm; do
     [ -d "$folder" ] || continue
     first+=("$folder")
     skipped+=("--ignore=$folder")
