@@ -108,7 +108,7 @@ def export_hf(
         with agree(f"writing {out}", group=group):
             if writer is not None and partial is not None:
                 writer.close()
-                _publish(partial, out)
+                publish(partial, out)
 
 
 def check_place(out: Path, source: Path) -> None:
@@ -152,7 +152,8 @@ def _carry_files(source: Path, partial: Path, dtype: torch.dtype, encoder: Encod
         path.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 
-def _publish(partial: Path, out: Path) -> None:
+def publish(partial: Path, out: Path) -> None:
+    """Give a directory that is whole its name, once all of it is on the disk. Raises OSError."""
     partial.chmod(0o755)
     for path in partial.iterdir():
         _sync(path)

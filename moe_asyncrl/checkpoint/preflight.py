@@ -72,7 +72,14 @@ def check_served_form(stored: SafetensorsDir) -> None:
 
 
 def check_engine(spec: ModelSpec, engine: Engine) -> None:
-    """Raise UserError, naming the sizes, if a server cannot split the model so."""
+    """Raise UserError, naming sizes or field, if SGLang (0.5.23) cannot split the model so, or serves another one."""
+    if spec.family == "mixtral" and spec.tie_embeddings:
+        raise UserError(
+            "`tie_word_embeddings` is true, and SGLang's Mixtral has an output layer of its own whatever it says: "
+            "store lm_head.weight and set it to false"
+        )
+    if spec.family == "gpt_oss" and engine.ep > 1:
+        raise UserError(f"engine.ep is {engine.ep}: SGLang loads a plain gpt-oss on one expert rank only; set it to 1")
     if not spec.is_moe and engine.ep > 1:
         raise UserError(f"engine.ep is {engine.ep}, but {spec.family} has no experts; set it to 1")
     for what, size, field, parts in (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from moe_asyncrl.checkpoint.hf_export import CARRIED_FILES, DEFAULT_SHARD_BYTES, _publish, check_place
+from moe_asyncrl.checkpoint.hf_export import CARRIED_FILES, DEFAULT_SHARD_BYTES, check_place, publish
 from moe_asyncrl.checkpoint.hf_load import check_tensors
 from moe_asyncrl.checkpoint.safetensors_dir import SafetensorsDir
 from moe_asyncrl.checkpoint.safetensors_writer import SafetensorsWriter
@@ -56,7 +56,7 @@ def upcycle(
             if spare_head:
                 _check_tied(stored)
             _write(stored, dense, mixture, how, partial, max_shard_bytes)
-            _publish(partial, out)
+            publish(partial, out)
         except OSError as error:
             raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
         finally:

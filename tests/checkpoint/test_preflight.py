@@ -50,6 +50,21 @@ def test_what_would_fail_later_is_one_line_now(model: Path, sections: dict[str, 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "fields", "engine", "message"),
+    [
+        ("mixtral", {"tie_word_embeddings": True}, Engine(), "`tie_word_embeddings` is true, and SGLang's Mixtral"),
+        ("gpt_oss", {}, Engine(tp=2, ep=2), r"engine\.ep is 2: SGLang loads a plain gpt-oss on one expert rank only"),
+    ],
+)
+def test_what_servers_would_serve_wrongly_or_not_load_is_refused(
+    tmp_path: Path, family: str, fields: dict[str, Any], engine: Engine, message: str
+) -> None:
+    make_tiny_model(tmp_path / "model", family, 0, **fields)
+    with pytest.raises(UserError, match=message):
+        check_model(recipe(tmp_path / "model", engine=engine))
+
+
 def test_quantised_weights_are_for_training_without_servers(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "plain", "qwen3_moe", 0, dtype="bfloat16")
     quantised, _ = fp8_copy(tmp_path / "plain", tmp_path / "fp8")
