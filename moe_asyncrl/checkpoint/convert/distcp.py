@@ -18,7 +18,7 @@ from typing import Any
 
 from moe_asyncrl.checkpoint.convert.dtypes import ITEM_SIZES
 from moe_asyncrl.checkpoint.convert.pickled import Built, Global, dump, load
-from moe_asyncrl.checkpoint.convert.torch_zip import locate, saved_object
+from moe_asyncrl.checkpoint.convert.torch_zip import LOOKED_INTO, framed_at, locate, saved_object
 from moe_asyncrl.data.errors import UserError
 
 METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
@@ -111,11 +111,30 @@ class DistcpDir:
         if problems:
             raise UserError(f"{self.directory}: not a complete checkpoint: {'; '.join(problems)}")
 
+    def look_ahead(self) -> None:
+        """Let the kernel read both ends of every chunk, in which `payload` looks, many at a time."""
+        slots: dict[str, list[Slot]] = {}
+        for tensor in self.tensors.values():
+            for chunk in tensor.chunks:
+                slots.setdefault(chunk.slot.file, []).append(chunk.slot)
+        for name, found in slots.items():
+            handle = os.open(self.directory / name, os.O_RDONLY)
+            try:
+                for slot in found:
+                    for at in (slot.start, max(slot.start, slot.start + slot.length - LOOKED_INTO)):
+                        os.posix_fadvise(handle, at, LOOKED_INTO, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(handle)
+
     def payload(self, tensor: GlobalTensor, chunk: Chunk) -> tuple[Path, int]:
         """File and byte at which a chunk's values begin. Raises UserError if they are not as the metadata say."""
         path = self.directory / chunk.slot.file
+        handle, slot = self._handle(chunk.slot.file), chunk.slot
+        framed = framed_at(handle, slot.start, slot.length, tensor.dtype, chunk.sizes)
+        if framed is not None:
+            return path, framed
         where = f"{path}: {tensor.key} at {list(chunk.offsets)}"
-        found = locate(self._handle(chunk.slot.file), chunk.slot.start, chunk.slot.length, where)
+        found = locate(handle, slot.start, slot.length, where)
         if math.prod(found.shape) != math.prod(chunk.sizes) or found.dtype != tensor.dtype:
             raise UserError(
                 f"{where}: holds {found.dtype} {list(found.shape)}, {METADATA} says {tensor.dtype} {list(chunk.sizes)}"
@@ -205,7 +224,7 @@ def _slot(info: Any) -> Slot:
     if info.state.get("transform_descriptors"):
         raise ValueError(f"{info['relative_path']} is compressed, which is not supported")
     name = str(info["relative_path"])
-    if Path(name).is_absolute() or ".." in Path(name).parts:
+    if name.startswith("/") or ".." in name.split("/"):
         raise ValueError(f"{name} lies outside of the checkpoint")
     return Slot(name, int(info["offset"]), int(info["length"]))
 

@@ -76,6 +76,7 @@ def open_megatron(directory: Path, spec: ModelSpec, dtype: str | None = None) ->
     parameters = list(keyed_parameters(spec, layer_keys_of(iter(weights))))
     stored = _settle(parameters, weights, directory)
     _check(parameters, stored, directory)
+    source.look_ahead()
     links: dict[str, list[Placed]] = {}
     types: dict[str, str] = {}
     for keyed in parameters:

@@ -39,7 +39,9 @@ _SHORT_RECORDS = (
     ("version", b"3\n"),
 )
 _LOCAL, _CENTRAL, _END = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
-_TAIL_SEARCHED = 1 << 16
+LOOKED_INTO = 4096
+"""Bytes at either end of a file in which everything but the tensor's bytes is, in files of torch and of this module."""
+_LONGEST_TAIL = 1 << 16
 _ZIP64 = 0xFFFFFFFF
 
 
@@ -80,6 +82,23 @@ def saved_object(value: Any) -> bytes:
     """What `torch.save` makes of an object of None, numbers, strings, tuples, lists and dicts."""
     found = _archive(dump(value), None)
     return found.head + found.tail
+
+
+def framed_at(file: int, start: int, length: int, dtype: str, shape: tuple[int, ...]) -> int | None:
+    """Where the bytes of a tensor begin, if what stands around them is the `frame` of its type and shape; else None."""
+    size = math.prod(shape) * ITEM_SIZES[dtype]
+    if dtype not in _STORAGES or size >= _ZIP64:
+        return None
+    around = frame(dtype, shape)
+    payload = start + len(around.head)
+    whole = length == len(around.head) + size + len(around.tail)
+    if (
+        whole
+        and os.pread(file, len(around.head), start) == around.head
+        and os.pread(file, len(around.tail), payload + size) == around.tail
+    ):
+        return payload
+    return None
 
 
 def locate(file: int, start: int, length: int, where: str) -> Located:
@@ -132,15 +151,19 @@ def _record(out: io.BytesIO, directory: list[bytes], name: str, content: bytes, 
 
 def _records(file: int, start: int, length: int) -> dict[str, tuple[int, int]]:
     """By name: where a record's local header is, from `start`, and the size of its content."""
-    searched = min(length, _TAIL_SEARCHED)
+    searched = min(length, LOOKED_INTO)
     tail = os.pread(file, searched, start + length - searched)
+    if _END not in tail:
+        searched = min(length, _LONGEST_TAIL)
+        tail = os.pread(file, searched, start + length - searched)
     end = tail.rindex(_END)
     count, size, offset = struct.unpack_from("<HII", tail, end + 10)
     if _ZIP64 in (size, offset) or count == 0xFFFF:
         locator = end - 20
         (at,) = struct.unpack_from("<Q", tail, locator + 8)
         count, size, offset = struct.unpack_from("<QQQ", os.pread(file, 56, start + at), 32)
-    directory = os.pread(file, size, start + offset)
+    first = offset - (length - searched)
+    directory = tail[first : first + size] if first >= 0 else os.pread(file, size, start + offset)
     found: dict[str, tuple[int, int]] = {}
     at = 0
     for _ in range(count):

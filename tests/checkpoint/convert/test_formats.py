@@ -19,7 +19,7 @@ from moe_asyncrl.checkpoint.convert.casts import cast, values
 from moe_asyncrl.checkpoint.convert.difference import compare
 from moe_asyncrl.checkpoint.convert.distcp import METADATA, Chunk, DistcpDir, GlobalTensor, Slot, metadata_bytes
 from moe_asyncrl.checkpoint.convert.dtypes import ITEM_SIZES
-from moe_asyncrl.checkpoint.convert.torch_zip import ALIGNMENT, frame, locate, saved_object
+from moe_asyncrl.checkpoint.convert.torch_zip import ALIGNMENT, frame, framed_at, locate, saved_object
 from moe_asyncrl.data.errors import UserError
 
 TYPES = ("float32", "bfloat16", "float16", "int64", "uint8")
@@ -221,3 +221,27 @@ def test_differences_count_bits_and_measure_values() -> None:
     half = cast(np.array([1.0, 2.0], np.float32).view(np.uint32), "float32", "bfloat16")
     other = compare(0, half, np.array([1.0, 2.25], np.float32).view(np.uint32), "bfloat16", "float32")
     assert (other.differing, other.largest) == (1, 0.25)
+
+
+def test_a_frame_is_known_by_all_of_its_bytes(tmp_path: Path) -> None:
+    tensor = torch.randn(5, 7).bfloat16()
+    around = frame("bfloat16", (5, 7))
+    data = b"front" + around.head + raw(tensor) + around.tail
+
+    def found(content: bytes, length: int, dtype: str = "bfloat16", shape: tuple[int, ...] = (5, 7)) -> int | None:
+        (tmp_path / "f").write_bytes(content)
+        handle = os.open(tmp_path / "f", os.O_RDONLY)
+        try:
+            return framed_at(handle, 5, length, dtype, shape)
+        finally:
+            os.close(handle)
+
+    length = len(data) - 5
+    assert found(data, length) == 5 + len(around.head)
+    assert found(data, length - 1) is None
+    assert found(data, length, shape=(7, 5)) is None
+    assert found(data, length, dtype="float16") is None
+    for at in (5, 5 + len(around.head) - 1, len(data) - len(around.tail), len(data) - 1):
+        assert found(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], length) is None, at
+    theirs = b"front" + saved(tensor)
+    assert found(theirs, len(theirs) - 5) is None
