@@ -61,6 +61,7 @@ def run_units(
 
     Raises:
         WorkerError: a worker failed or died; the others were stopped in the middle of what they did.
+        UserError: so they were, because what a worker read is damaged.
     """
     waiting = deque(units)
     if not waiting:
@@ -138,7 +139,7 @@ def _listen(
         if isinstance(answer, Moved):
             moved(answer.size)
         elif isinstance(answer, Failed):
-            raise WorkerError(answer.text, answer.number)
+            raise WorkerError(answer.text, answer.number) if answer.number else UserError(answer.text)
         else:
             finished(answer)
             _give(worker, waiting, number)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_asyncrl.checkpoint.convert.casts import cast
-from moe_asyncrl.checkpoint.convert.program import Content, Encoded, Part, Run, WriteUnit
+from moe_asyncrl.checkpoint.convert.program import Content, Part, Run, WriteUnit
+from moe_asyncrl.checkpoint.convert.stores import Stores, raw_type
 from moe_asyncrl.checkpoint.convert.torch_zip import frame
 from moe_asyncrl.data.errors import UserError
 
@@ -30,12 +31,10 @@ _NOT_IN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, err
 class Files:
     """The open files of one unit. Use as a context manager."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
+    def __init__(self, names: Sequence[str], stores: Stores) -> None:
+        self.names, self.stores = names, stores
         self._handles: dict[int, int] = {}
         self._maps: dict[int, mmap.mmap] = {}
-        self._quantised: dict[Path, Any] = {}
-        self._encoders: dict[Path, Any] = {}
 
     def __enter__(self) -> Files:
         return self
@@ -57,48 +56,13 @@ class Files:
 
         taken = tuple(slice(*axis) for axis in part.taken)
         if part.offset < 0:
-            return self._read(part.file, part.name, taken)
+            return self.stores.read(Path(self.names[part.file]).parent, part.name, taken)
         if part.file not in self._maps:
             self._maps[part.file] = mmap.mmap(self.handle(part.file), 0, access=mmap.ACCESS_READ)
         if part.offset + math.prod(part.shape) * item > len(self._maps[part.file]):
             raise UserError(f"{self.names[part.file]} has become shorter since it was looked at")
         stored = np.ndarray(part.shape, raw_type(item), buffer=self._maps[part.file], offset=part.offset)
         return stored[taken]
-
-    def _read(self, file: int, name: str, taken: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-        """Of a tensor that is stored quantised."""
-        import torch
-
-        from moe_asyncrl.checkpoint.safetensors_dir import SafetensorsDir
-
-        directory = Path(self.names[file]).parent
-        if directory not in self._quantised:
-            torch.set_num_threads(1)
-            self._quantised[directory] = SafetensorsDir(directory)
-        value = self._quantised[directory].read(name, taken)
-        raw = {2: torch.int16, 4: torch.int32}[value.element_size()]
-        found: np.ndarray[Any, Any] = value.view(raw).numpy()
-        return found.view(raw_type(value.element_size()))
-
-    def encode(self, how: Encoded, values: np.ndarray[Any, Any]) -> memoryview:
-        """What FP8 stores of rows of a weight."""
-        import torch
-
-        from moe_asyncrl.checkpoint.formats.encode import Fp8
-        from moe_asyncrl.checkpoint.formats.scales import open_scales
-
-        folder = Path(self.names[how.folder])
-        if folder not in self._encoders:
-            torch.set_num_threads(1)
-            self._encoders[folder] = Fp8(open_scales(folder))
-        value = torch.from_numpy(values.view(f"<i{values.itemsize}")).view(getattr(torch, how.dtype))
-        found = self._encoders[folder].encode(how.weight, value, how.first)[how.stored]
-        return found.contiguous().view(torch.uint8).numpy().data.cast("B")
-
-
-def raw_type(item: int) -> str:
-    """numpy's unsigned type of `item` bytes: values are moved as bits."""
-    return f"<u{item}"
 
 
 def assembled(content: Content, files: Files) -> np.ndarray[Any, Any]:
@@ -131,14 +95,14 @@ def _as_stored(content: Content, files: Files) -> np.ndarray[Any, Any]:
     return out
 
 
-def write_unit(unit: WriteUnit, moved: Callable[[int], None]) -> None:
+def write_unit(unit: WriteUnit, moved: Callable[[int], None], stores: Stores) -> None:
     """Write all pieces of a unit and bring them to the disk. `moved` is told of bytes as they are written.
 
     Raises:
         OSError: the disk is full, a file cannot be read or written.
         UserError: a source has become shorter.
     """
-    with Files(unit.files) as files:
+    with Files(unit.files, stores) as files:
         target = os.open(unit.target, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             ahead = _Ahead(files, [run for piece in unit.pieces for run in piece.content.runs])
@@ -152,7 +116,8 @@ def write_unit(unit: WriteUnit, moved: Callable[[int], None]) -> None:
                 if piece.encoded is None:
                     size = _write_content(target, piece.content, files, at)
                 else:
-                    size = _write(target, files.encode(piece.encoded, assembled(piece.content, files)), at)
+                    folder = Path(unit.files[piece.encoded.folder])
+                    size = _write(target, stores.encode(folder, piece.encoded, assembled(piece.content, files)), at)
                 end = at + size
                 if around is not None:
                     end += _write(target, around.tail, end)

@@ -138,8 +138,13 @@ class Difference(msgspec.Struct, frozen=True, array_like=True):
     elements: int
     differing: int
     """Elements whose bits differ (values, where the types differ)."""
-    largest: float
-    """Largest absolute difference; NaN if one side alone is NaN somewhere."""
+    distance: str
+    """`largest` in words, since JSON has neither NaN nor infinity."""
+
+    @property
+    def largest(self) -> float:
+        """Largest absolute difference; NaN if one side alone is NaN somewhere."""
+        return float(self.distance)
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
@@ -150,7 +155,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """A unit cannot be done. `text` is for people; `number` of the operating system's error, 0 where there is none."""
+    """A unit cannot be done. `text` is for people; `number` of the system's error, 0 where what is read is damaged."""
 
     text: str
     number: int = 0

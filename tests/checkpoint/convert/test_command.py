@@ -105,7 +105,7 @@ def test_bits_that_compare_equal_are_different(home: Path, capfd: Said) -> None:
     [
         (("hf-to-megatron", "nothing", "out"), "model directory nothing does not exist"),
         (("hf-to-megatron", "my-model", "out", "--workers", "0"), "--workers is 0; it must be at least 1"),
-        (("megatron-to-hf", "my-model", "out"), "my-model carries no hf/config.json"),
+        (("megatron-to-hf", "my-model", "out"), "my-model has no metadata.json"),
         (("megatron-to-hf", "my-model", "out", "--config", "my-model"), "my-model has no metadata.json"),
         (("megatron-to-hf", "my-model", "out", "--shard-gb", "0"), "--shard-gb is 0.0; it must be above 0"),
         (

@@ -171,7 +171,8 @@ def test_chunks_of_many_layers_and_experts_as_torch_writes_them(converted: Path,
         del whole[key]
     assert named_twice and whole["decoder.layers.mlp.experts.experts.linear_fc1.weight"].shape[:2] == (5, 6)
     torch_checkpoint.save(whole, checkpoint_id=tmp_path / "theirs", no_dist=True)
-    shutil.copy(tmp_path / "ours" / "metadata.json", tmp_path / "theirs")
+    for name in ("metadata.json", "common.pt"):
+        shutil.copy(tmp_path / "ours" / name, tmp_path / "theirs")
     assert {len(t.chunks) for t in DistcpDir.open(tmp_path / "theirs").tensors.values()} == {1}
     megatron_to_hf(tmp_path / "theirs", tmp_path / "back", config=hf_dir, workers=2)
     assert contents(tmp_path / "back") == contents(hf_dir)

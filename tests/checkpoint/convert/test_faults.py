@@ -209,7 +209,7 @@ def test_a_full_disk(model: Path, converted: Path, tmp_path: Path) -> None:
     ):
         out = tmp_path / convert.__name__
         partial = tmp_path / f".{out.name}.partial"
-        (partial / name).parent.mkdir(parents=True)
+        (partial / ".convert").mkdir(parents=True)
         (partial / name).symlink_to("/dev/full")
         with pytest.raises(UserError, match=r"No space left on device.*make room and repeat the same command"):
             convert(source, out, workers=1)

@@ -169,6 +169,7 @@ def test_metadata_are_what_torch_writes_and_reads(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / METADATA).write_bytes(content)
         (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+        (folder / "common.pt").write_bytes(saved_object({}))
         (folder / "a").write_bytes(bytes(10))
         (folder / "b").write_bytes(bytes(74))
         opened = DistcpDir.open(folder)
