@@ -23,6 +23,7 @@ from moe_asyncrl.checkpoint.safetensors_writer import SafetensorsWriter
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.algebra import HfTensor
 from moe_asyncrl.models.layout import Layout
+from moe_asyncrl.models.out_place import check_free
 from moe_asyncrl.models.parameter_map import parameter_map
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.weights.agree import agree
@@ -112,12 +113,10 @@ def export_hf(
 
 
 def check_place(out: Path, source: Path) -> None:
-    """Make the folder that `out` will stand in. Raises UserError if `out` is taken or `source` is no HF directory."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not an empty directory; choose another place for the export")
+    """Make the folder that `out` will stand in. Raises UserError if it cannot, or `source` is no HF directory."""
     if not (source / "config.json").is_file():
-        raise UserError(f"{source} has no config.json to copy into the export")
-    out.parent.mkdir(parents=True, exist_ok=True)
+        raise UserError(f"{source} has no config.json to copy from")
+    check_free(out)
 
 
 def check_form(form: Form, source: Path) -> None:

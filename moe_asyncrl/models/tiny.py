@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.algebra import HfTensor
 from moe_asyncrl.models.families import family_named
+from moe_asyncrl.models.out_place import check_free
 from moe_asyncrl.models.parameter_map import parameter_map
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.models.tiny_tokenizer import BOS, EOS, PAD, Alphabet, token_list, write_tokenizer
@@ -50,8 +51,7 @@ def make_tiny_model(
         UserError: unknown family or field, values that do not fit together, a directory that is not empty.
     """
     out = Path(out_dir)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not an empty directory; choose another place for the model")
+    check_free(out)
     tokens = token_list(alphabet)
     chosen = family_named(family)
     config: dict[str, Any] = {
@@ -73,7 +73,6 @@ def make_tiny_model(
     spec = ModelSpec.from_hf_config(config, source=f"tiny {family} model")
     if spec.vocab_size < len(tokens):
         raise UserError(f"vocab_size {spec.vocab_size} is too small for {len(tokens)} tokens (alphabet {alphabet})")
-    out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}.partial-"))
     try:
         _write_json(partial / "config.json", config)
@@ -81,6 +80,7 @@ def make_tiny_model(
         _write_json(partial / "generation_config.json", ids)
         write_tokenizer(partial, alphabet, spec.max_position_embeddings)
         save_file(random_weights(spec, seed, init_std), partial / "model.safetensors", metadata={"format": "pt"})
+        (partial / "model.safetensors").chmod(0o644)
         partial.chmod(0o755)
         partial.rename(out)
     except BaseException:

@@ -298,7 +298,7 @@ def test_the_command(dense: Path, tmp_path: Path, capfd: pytest.CaptureFixture[s
     (tmp_path / "file").touch()
     assert main(["upcycle", str(dense), str(tmp_path / "file" / "mixture")]) == 2
     err = capfd.readouterr().err
-    assert err.count("\n") == 1 and "mixture cannot be written: " in err
+    assert err.count("\n") == 1 and "mixture cannot be made: " in err
 
 
 def test_damaged_sources(dense: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -31,8 +32,8 @@ def _to_megatron(args: argparse.Namespace) -> int:
 def _to_hf(args: argparse.Namespace) -> int:
     from moe_asyncrl.checkpoint.convert.convert import megatron_to_hf
 
-    if not args.shard_gb > 0:
-        raise UserError(f"--shard-gb is {args.shard_gb}; it must be above 0")
+    if not 0 < args.shard_gb < math.inf:
+        raise UserError(f"--shard-gb is {args.shard_gb}; it must be above 0 and finite")
     if args.form == "fp8" and args.dtype is not None:
         raise UserError("--form fp8 gives every tensor the type that was published; leave --dtype out")
     out = Path(args.out)

@@ -23,7 +23,7 @@ from moe_asyncrl.checkpoint.convert.carried import (
 )
 from moe_asyncrl.checkpoint.convert.compare_plan import compare_tensors
 from moe_asyncrl.checkpoint.convert.crew import WorkerError, run_units, worker_count
-from moe_asyncrl.checkpoint.convert.distcp import METADATA
+from moe_asyncrl.checkpoint.convert.distcp import METADATA, check_format
 from moe_asyncrl.checkpoint.convert.hf_files import NewFile, read_weight_map
 from moe_asyncrl.checkpoint.convert.hf_side import EMBEDDING, HEAD, HfCheckpoint, open_hf
 from moe_asyncrl.checkpoint.convert.keys import LayerKeys, can_stack, default_layer_keys, is_mtp_copy
@@ -72,9 +72,11 @@ def hf_to_megatron(
         beside |= {CONVERTED: b"{}\n"}
         others = plan.others | {f"{FOLDER}/{name}": content for name, content in beside.items()}
         options = {"mtp": mtp, "layer_keys": layers}
-        files = source_files([*sources_of(stored), source / "config.json"])
-        place.bind(Identity("hf-to-megatron", files, options, _digest(plan.units, others)))
+        read = [*sources_of(stored), source / "config.json"]
+        identity = Identity("hf-to-megatron", source_files(read), options, _digest(plan.units, others))
+        place.bind(identity)
         _carry_out(place, plan.units, count, source)
+        place.check_unchanged(read, identity)
         _publish(place, others)
 
 
@@ -117,16 +119,19 @@ def megatron_to_hf(
         others = plan.others | beside
         options = {"mtp": mtp, "shard_bytes": shard_bytes, "dtype": dtype, "form": form}
         names = {chunk.slot.file for tensor in stored.source.tensors.values() for chunk in tensor.chunks}
-        files = source_files([*(source / name for name in names), source / METADATA, carried_dir / "config.json"])
+        read = [*(source / name for name in names), source / METADATA, carried_dir / "config.json"]
+        files = source_files(read)
         if published is not None:
             files |= {
                 f"{SOURCE}/{path.name}": stamp
                 for path in published.iterdir()
                 for stamp in source_files([path]).values()
             }
-        place.bind(Identity("megatron-to-hf", files, options, _digest(plan.units, others)))
+        identity = Identity("megatron-to-hf", files, options, _digest(plan.units, others))
+        place.bind(identity)
         _begin_files(place, plan.files)
         _carry_out(place, plan.units, worker_count(workers, computes=form == "fp8"), source)
+        place.check_unchanged(read, identity)
         _publish(place, others)
 
 
@@ -151,8 +156,13 @@ def _fp8_form(published: Path | None) -> Fp8Form | None:
 
 
 def carried_folder(source: Path, config: Path | None) -> Path:
-    """Where config.json and tokenizer of a distributed checkpoint are. Raises UserError if nowhere."""
+    """Where config.json and tokenizer of a distributed checkpoint are. Raises UserError if nowhere, or it is none."""
+    check_format(source)
     if config is not None:
+        if not config.is_dir():
+            raise UserError(
+                f"--config {config} is no directory: name the HF directory that has the model's config.json"
+            )
         return config
     if not (source / FOLDER / "config.json").is_file():
         raise UserError(
@@ -247,6 +257,9 @@ def _carry_out(place: Workspace, units: Sequence[WriteUnit], workers: int, sourc
             f"{source}: {text}{more} the same command: it goes on from what is done ({len(place.done)} of {len(units)} "
             f"parts, kept in {place.path})"
         ) from None
+    except UserError as error:
+        progress.abandon()
+        raise UserError(f"{error}; mend the source or fetch it again, remove {place.path}, and start anew") from None
     except BaseException:
         progress.abandon()
         raise

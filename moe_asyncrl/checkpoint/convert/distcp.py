@@ -78,7 +78,7 @@ class DistcpDir:
     @classmethod
     def open(cls, directory: Path) -> DistcpDir:
         """Raises UserError: not such a checkpoint, another format, damaged, or a file that is missing or short."""
-        _check_format(directory)
+        check_format(directory)
         try:
             metadata = load((directory / METADATA).read_bytes())
             slots = {(key["fqn"], _sizes(key)): _slot(info) for key, info in metadata["storage_data"].items()}
@@ -100,7 +100,7 @@ class DistcpDir:
         ends: dict[str, int] = {}
         for slot in slots:
             ends[slot.file] = max(ends.get(slot.file, 0), slot.start + slot.length)
-        problems = []
+        problems = [] if (self.directory / COMMON).is_file() else [f"{COMMON} is missing"]
         for name, end in sorted(ends.items()):
             path = self.directory / name
             size = path.stat().st_size if path.is_file() else None
@@ -197,17 +197,26 @@ def side_files() -> Iterator[tuple[str, bytes]]:
     yield FORMAT, json.dumps(_FORMAT).encode()
 
 
-def _check_format(directory: Path) -> None:
+def check_format(directory: Path) -> None:
+    """Raise UserError, saying what to name in its place, if it is no distributed checkpoint."""
     path = directory / FORMAT
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         backend = found["sharded_backend"]
     except FileNotFoundError:
-        raise UserError(f"{directory} has no {FORMAT}: not a distributed checkpoint of Megatron-Core") from None
+        raise UserError(
+            f"{directory} has no {FORMAT}: not a distributed checkpoint of Megatron-Core{_inside(directory)}"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if backend != "torch_dist":
         raise UserError(f"{path}: the checkpoint's format is {backend!r}; only `torch_dist` can be read")
+
+
+def _inside(directory: Path) -> str:
+    """What to name instead, where runs keep their checkpoints in folders."""
+    found = sorted(path.parent for pattern in ("*", "*/*") for path in directory.glob(f"{pattern}/{FORMAT}"))
+    return f"; there are some in it: name one, such as {found[-1]}" if found else ""
 
 
 def _tensor(key: str, found: Any, slots: Mapping[tuple[str, tuple[int, ...] | None], Slot]) -> GlobalTensor:

@@ -13,14 +13,15 @@ TERMINAL_EVERY_S = 0.2
 
 
 class Progress:
-    """Counts bytes of `total`, of which `before` were done earlier."""
+    """Counts bytes of `total`, of which `before` were done earlier. Without an output that takes lines it is silent."""
 
     def __init__(self, what: str, total: int, before: int = 0, out: TextIO | None = None) -> None:
         self._what, self._total, self._before = what, total, before
-        self._out = sys.stderr if out is None else out
+        self._out: TextIO | None = sys.stderr if out is None else out  # None where the program has no error output
         self._done = 0
         self._began = self._said = time.monotonic()
-        self._terminal = self._out.isatty()
+        self._terminal = self._out is not None and self._out.isatty()
+        self._shown = 0
 
     def add(self, size: int) -> None:
         """More bytes are done."""
@@ -33,13 +34,11 @@ class Progress:
     def finish(self) -> None:
         """Say the last figures."""
         self._say(self.line(max(1e-9, time.monotonic() - self._began)))
-        if self._terminal:
-            print(file=self._out, flush=True)
+        self._end_line()
 
     def abandon(self) -> None:
         """Leave the terminal's line as it is, and begin a new one."""
-        if self._terminal:
-            print(file=self._out, flush=True)
+        self._end_line()
 
     def line(self, seconds: float) -> str:
         """The figures `seconds` after the start."""
@@ -53,8 +52,21 @@ class Progress:
         return "  ".join(parts)
 
     def _say(self, line: str) -> None:
-        print(f"\r{line}\x1b[K" if self._terminal else line, end="" if self._terminal else "\n", file=self._out)
-        self._out.flush()
+        self._write(f"\r{line.ljust(self._shown)}" if self._terminal else f"{line}\n")
+        self._shown = len(line)
+
+    def _end_line(self) -> None:
+        if self._terminal:
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        if self._out is None:
+            return
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except (OSError, ValueError):  # full, closed, or its reader is gone: no reason to stop the work
+            self._out = None
 
 
 def gigabytes(size: int) -> str:

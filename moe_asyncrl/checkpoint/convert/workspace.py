@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.models.out_place import check_free
 
 _OWN, _IDENTITY, _JOURNAL = ".convert", "identity.json", "journal.jsonl"
 
@@ -77,6 +78,15 @@ class Workspace:
         kept = [done for done in self._read_journal() if done.unit in self.done and done.target != target]
         if len(kept) < len(self.done):
             self._keep(kept)
+
+    def check_unchanged(self, paths: Iterable[Path], identity: Identity) -> None:
+        """Raise UserError if one of the files that were read is not as it was when the conversion began."""
+        changed = [path for path in sorted(set(paths)) if identity.source.get(path.name) != _stamp(path)]
+        if changed:
+            raise UserError(
+                f"{changed[0]} was changed while it was converted, so what was written is of two checkpoints; remove "
+                f"{self.path} and start anew"
+            )
 
     def publish(self, others: Mapping[str, bytes]) -> None:
         """Write the remaining files and give the directory its name. Raises OSError if the disk is full."""
@@ -140,7 +150,10 @@ class Workspace:
                 f"among them): the source has changed, or is another one; {again}"
             )
         if found.plan != identity.plan:
-            raise UserError(f"{self.path} was begun by another version of this program; remove it and start anew")
+            raise UserError(
+                f"{self.path} holds an interrupted conversion with another config, tokenizer or other small file, or "
+                "of another version of this program; remove it and start anew"
+            )
 
 
 @contextmanager
@@ -148,14 +161,17 @@ def workspace(out: Path) -> Iterator[Workspace]:
     """The workspace of `out`, locked until the end. When the body raises, what was written stays, if there is anything.
 
     Raises:
-        UserError: `out` is taken, or another process is converting into it.
+        UserError: `out` is taken or cannot be written, or another process is converting into it.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not an empty directory; choose another place")
-    out.parent.mkdir(parents=True, exist_ok=True)
     path = out.parent / f".{out.name}.partial"
-    (path / _OWN).mkdir(parents=True, exist_ok=True)
-    lock = os.open(path / _OWN / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        check_free(out)
+        if path.is_dir() and not (path / _OWN).is_dir():
+            raise UserError(f"{path} is in the way, and is no interrupted conversion; move it, or choose another place")
+        (path / _OWN).mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / _OWN / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; choose another place") from None
     found: Workspace | None = None
     try:
         try:
@@ -172,7 +188,15 @@ def workspace(out: Path) -> Iterator[Workspace]:
 
 def source_files(paths: Iterable[Path]) -> dict[str, tuple[int, int]]:
     """Size and time of change of each file, by name."""
-    return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(set(paths))}
+    return {path.name: (stat.st_size, stat.st_mtime_ns) for path in sorted(set(paths)) for stat in (path.stat(),)}
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
 
 
 def _write_file(path: Path, content: bytes) -> None:
