@@ -13,7 +13,8 @@ from types import MappingProxyType, TracebackType
 import torch
 
 from moe_asyncrl.checkpoint.formats.logical import logical_views
-from moe_asyncrl.checkpoint.formats.raw import INDEX, SINGLE, RawFiles, StoredTensor, has_weights
+from moe_asyncrl.checkpoint.formats.raw import RawFiles, StoredTensor
+from moe_asyncrl.checkpoint.safetensors_header import INDEX, SINGLE, has_weights
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.hf_config import quantization_of
 

@@ -16,7 +16,8 @@ from types import TracebackType
 
 import torch
 
-from moe_asyncrl.checkpoint.formats.raw import DTYPES, INDEX, SINGLE
+from moe_asyncrl.checkpoint.formats.raw import DTYPES
+from moe_asyncrl.checkpoint.safetensors_header import INDEX, SINGLE
 from moe_asyncrl.models.algebra import HfTensor
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

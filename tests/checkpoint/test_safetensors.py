@@ -59,6 +59,27 @@ def test_headers_tell_everything_and_slices_are_those_of_the_tensor(model: Path,
             assert torch.equal(stored.read(name, (slice(3, 9), slice(5, 6))), expected[name][3:9, 5:6])
 
 
+@pytest.mark.parametrize("how", ["overlap", "gap"])
+def test_tensors_that_do_not_fill_the_file_are_damage(how: str, tmp_path: Path) -> None:
+    """Two with the same bytes would be converted without a word. The library refuses such a file too."""
+    first, second = ([0, 16], [8, 24]) if how == "overlap" else ([0, 8], [16, 24])
+    entries = {"a": (first, [4 if how == "overlap" else 2]), "b": (second, [4 if how == "overlap" else 2])}
+    header = json.dumps(
+        {name: {"dtype": "F32", "shape": shape, "data_offsets": place} for name, (place, shape) in entries.items()}
+    ).encode()
+    (tmp_path / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(24))
+    with pytest.raises(UserError, match="the bytes of tensor b do not follow others"):
+        SafetensorsDir(tmp_path)
+    with pytest.raises(Exception, match="offset"):
+        load_file(tmp_path / SINGLE)
+
+
+def test_shards_without_an_index_are_told_of(sharded: Path) -> None:
+    (sharded / INDEX).unlink()
+    with pytest.raises(UserError, match=r"there is model-00001-of-\d+\.safetensors, but an index is missing"):
+        SafetensorsDir(sharded)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_writer_gives_the_bytes_of_the_library(dtype: torch.dtype, tmp_path: Path) -> None:
     values = {name: torch.randn(shape).to(dtype) for name, shape in (("b.ü", (3, 5)), ("a", (7,)), ("c", (2, 1, 2)))}
@@ -129,7 +150,7 @@ def test_an_index_that_disagrees_with_its_files(sharded: Path) -> None:
     first = "model.layers.0.input_layernorm.weight"
     ghost = {**index["weight_map"], "model.ghost.weight": index["weight_map"][first]}
     path.write_text(json.dumps({"weight_map": ghost}))
-    with pytest.raises(UserError, match=r"puts tensor model\.ghost\.weight into model-.*, which does not hold it"):
+    with pytest.raises(UserError, match=r"files that do not hold them: model\.ghost\.weight \(model-"):
         SafetensorsDir(sharded)
     path.write_text(json.dumps({"weight_map": {k: v for k, v in index["weight_map"].items() if k != first}}))
     with pytest.raises(UserError, match=rf"holds tensor {first}, which .* does not name"):

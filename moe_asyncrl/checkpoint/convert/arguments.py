@@ -50,7 +50,8 @@ def add_subcommands(parser: argparse.ArgumentParser) -> None:
     _mtp(p)
 
     p = add(
-        "verify", "Check that a checkpoint is whole and, with a second one, that their weights are equal bit by bit."
+        "verify",
+        "Check by its headers that a checkpoint is whole; with a second one, that their weights are equal bit by bit.",
     )
     p.add_argument("a", metavar="A")
     p.add_argument("b", metavar="B", nargs="?", help="of the same or the other kind")

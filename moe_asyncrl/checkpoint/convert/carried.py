@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from moe_asyncrl.checkpoint.convert.hf_files import INDEX
+from moe_asyncrl.checkpoint.safetensors_header import INDEX
 from moe_asyncrl.data.errors import UserError
 
 FOLDER = "hf"

@@ -24,7 +24,7 @@ from moe_asyncrl.checkpoint.convert.carried import (
 from moe_asyncrl.checkpoint.convert.compare_plan import compare_tensors
 from moe_asyncrl.checkpoint.convert.crew import WorkerError, run_units, worker_count
 from moe_asyncrl.checkpoint.convert.distcp import METADATA, check_format
-from moe_asyncrl.checkpoint.convert.hf_files import NewFile, read_weight_map
+from moe_asyncrl.checkpoint.convert.hf_files import NewFile
 from moe_asyncrl.checkpoint.convert.hf_side import EMBEDDING, HEAD, HfCheckpoint, open_hf
 from moe_asyncrl.checkpoint.convert.keys import LayerKeys, can_stack, default_layer_keys, is_mtp_copy
 from moe_asyncrl.checkpoint.convert.megatron_side import open_megatron, original_of_copy
@@ -34,6 +34,7 @@ from moe_asyncrl.checkpoint.convert.to_hf import SHARD_BYTES, plan_to_hf
 from moe_asyncrl.checkpoint.convert.to_megatron import plan_to_megatron, sources_of
 from moe_asyncrl.checkpoint.convert.workspace import Identity, Workspace, source_files, workspace
 from moe_asyncrl.checkpoint.formats.beside import source_form
+from moe_asyncrl.checkpoint.safetensors_header import read_weight_map
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.features import Mtp
 from moe_asyncrl.models.hf_config import quantization_of

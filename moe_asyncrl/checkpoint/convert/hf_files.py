@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_asyncrl.checkpoint.convert.dtypes import ITEM_SIZES, SAFETENSORS, WEIGHTS
+from moe_asyncrl.checkpoint.safetensors_header import SINGLE, HeaderEntry, read_headers
 from moe_asyncrl.data.errors import UserError
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-_MAX_HEADER = 512 * 1024 * 1024
 _TYPES = {theirs: ours for ours, theirs in SAFETENSORS.items()}
 
 Named = tuple[str, tuple[int, ...], str]
@@ -60,17 +58,10 @@ def read_directory(directory: Path) -> dict[str, Stored]:
     Raises:
         UserError: no checkpoint, a missing, truncated or damaged file, an index that disagrees with its files.
     """
-    if not directory.is_dir():
-        raise UserError(f"model directory {directory} does not exist")
-    found = _indexed(directory) if (directory / INDEX).is_file() else _single(directory)
+    found = {entry.name: _stored(entry) for entry in read_headers(directory).values()}
     if all(tensor.dtype in WEIGHTS for tensor in found.values()):
         return found
     return _logical(directory, found)
-
-
-def has_weights(directory: Path) -> bool:
-    """Whether there are safetensors files in it, whole or not."""
-    return (directory / INDEX).is_file() or (directory / SINGLE).is_file()
 
 
 def _logical(directory: Path, raw: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -86,73 +77,16 @@ def _logical(directory: Path, raw: Mapping[str, Stored]) -> dict[str, Stored]:
         }
 
 
-def _single(directory: Path) -> dict[str, Stored]:
-    if not (directory / SINGLE).is_file():
-        raise UserError(f"{directory} has neither {SINGLE} nor {INDEX}: only safetensors checkpoints can be read")
-    return {tensor.name: tensor for tensor in _read_header(directory / SINGLE)}
-
-
-def _indexed(directory: Path) -> dict[str, Stored]:
-    weight_map = read_weight_map(directory / INDEX)
-    tensors: dict[str, Stored] = {}
-    for name in sorted(set(weight_map.values())):
-        path = directory / name
-        if not path.is_file():
-            raise UserError(f"{directory / INDEX} names {name}, which does not exist")
-        for tensor in _read_header(path):
-            if weight_map.get(tensor.name) != name:
-                told = f"puts into {weight_map[tensor.name]}" if tensor.name in weight_map else "does not name"
-                raise UserError(f"{path} holds tensor {tensor.name}, which {INDEX} {told}")
-            tensors[tensor.name] = tensor
-    lost = [name for name in weight_map if name not in tensors]
-    if lost:
+def _stored(entry: HeaderEntry) -> Stored:
+    if entry.dtype not in _TYPES:
         raise UserError(
-            f"{directory / INDEX} puts {len(lost)} tensors into files that do not hold them: "
-            + ", ".join(f"{name} ({weight_map[name]})" for name in lost)
+            f"{entry.file}: tensor {entry.name} has type {entry.dtype}, only {', '.join(_TYPES)} can be read"
         )
-    return tensors
-
-
-def read_weight_map(path: Path) -> dict[str, str]:
-    """Tensor name to file name. Raises UserError."""
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()) or not weight_map:
-        raise UserError(f"{path} has no `weight_map` from tensor names to file names")
-    for name in set(weight_map.values()):
-        if Path(name).name != name:
-            raise UserError(f"{path} names the file {name!r}, which is not a plain file name in its directory")
-    return weight_map
-
-
-def _read_header(path: Path) -> Iterator[Stored]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER
-        if length >= _MAX_HEADER or 8 + length > size:
-            raise UserError(f"{path} is not a complete safetensors file: {size} bytes, header cut short or damaged")
-        text = file.read(length)
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        entries = [
-            (k, v["dtype"], tuple(map(int, v["shape"])), *map(int, v["data_offsets"])) for k, v in header.items()
-        ]
-        end = max((entry[4] for entry in entries), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(f"{path} has a damaged safetensors header: {error}") from error
-    if 8 + length + end != size:
-        raise UserError(f"{path} is truncated or damaged: {size} bytes, its header promises {8 + length + end}")
-    for name, dtype, shape, first, last in entries:
-        if dtype not in _TYPES:
-            raise UserError(f"{path}: tensor {name} has type {dtype}, only {', '.join(_TYPES)} can be read")
-        if last - first != math.prod(shape) * ITEM_SIZES[_TYPES[dtype]] or first < 0:
-            raise UserError(f"{path}: tensor {name} of {dtype} {list(shape)} cannot have {last - first} bytes")
-        yield Stored(name, shape, _TYPES[dtype], path, 8 + length + first)
+    dtype = _TYPES[entry.dtype]
+    if entry.size != math.prod(entry.shape) * ITEM_SIZES[dtype]:
+        looks = f"{entry.dtype} {list(entry.shape)}"
+        raise UserError(f"{entry.file}: tensor {entry.name} of {looks} cannot have {entry.size} bytes")
+    return Stored(entry.name, entry.shape, dtype, entry.file, entry.offset)
 
 
 def plan_files(

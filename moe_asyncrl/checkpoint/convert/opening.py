@@ -6,9 +6,10 @@ from pathlib import Path
 
 from moe_asyncrl.checkpoint.convert.carried import FOLDER
 from moe_asyncrl.checkpoint.convert.distcp import DistcpDir, is_distcp
-from moe_asyncrl.checkpoint.convert.hf_files import has_weights, read_directory
+from moe_asyncrl.checkpoint.convert.hf_files import read_directory
 from moe_asyncrl.checkpoint.convert.hf_side import HfCheckpoint, open_hf
 from moe_asyncrl.checkpoint.convert.megatron_side import MegatronCheckpoint, open_megatron
+from moe_asyncrl.checkpoint.safetensors_header import has_weights
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.families.mtp import is_of_mtp
 from moe_asyncrl.models.features import Mtp

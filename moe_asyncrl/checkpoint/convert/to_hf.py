@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 from moe_asyncrl.checkpoint.convert.bands import Band
 from moe_asyncrl.checkpoint.convert.contents import FileTable
 from moe_asyncrl.checkpoint.convert.dtypes import ITEM_SIZES
-from moe_asyncrl.checkpoint.convert.hf_files import INDEX, NewFile, Stored, index_text, plan_files
+from moe_asyncrl.checkpoint.convert.hf_files import NewFile, Stored, index_text, plan_files
 from moe_asyncrl.checkpoint.convert.links import row_slabs
 from moe_asyncrl.checkpoint.convert.program import Content, Piece, WriteUnit, unit_size
+from moe_asyncrl.checkpoint.safetensors_header import INDEX
 
 if TYPE_CHECKING:
     from moe_asyncrl.checkpoint.convert.fp8_form import Fp8Form

@@ -14,10 +14,10 @@ import torch
 from moe_asyncrl.checkpoint.convert import convert as convert_module
 from moe_asyncrl.checkpoint.convert import crew
 from moe_asyncrl.checkpoint.convert.convert import hf_to_megatron, megatron_to_hf
-from moe_asyncrl.checkpoint.convert.hf_files import INDEX
 from moe_asyncrl.checkpoint.convert.to_hf import plan_to_hf
 from moe_asyncrl.checkpoint.convert.to_megatron import plan_to_megatron
 from moe_asyncrl.checkpoint.convert.workspace import workspace
+from moe_asyncrl.checkpoint.safetensors_header import INDEX
 from moe_asyncrl.data.errors import UserError
 from tests.checkpoint.convert.interrupted import children, done_units, killed_at_random, started, until
 from tests.checkpoint.convert.support import contents
@@ -76,7 +76,7 @@ def test_an_index_that_names_what_is_not_there(sharded: Path, tmp_path: Path) ->
     index = sharded / INDEX
     name = sorted(sharded.glob("*.safetensors"))[0].name
     index.write_text(index.read_text().replace('"weight_map": {', f'"weight_map": {{"ghost.weight": "{name}", '))
-    assert f"puts 1 tensors into files that do not hold them: ghost.weight ({name})" in refused(sharded, tmp_path / "o")
+    assert f"names tensors in files that do not hold them: ghost.weight ({name})" in refused(sharded, tmp_path / "o")
 
 
 def stack_experts(tensors: Tensors) -> None:

@@ -10,10 +10,10 @@ import pytest
 from moe_asyncrl.checkpoint.convert import convert
 from moe_asyncrl.checkpoint.convert.convert import hf_to_megatron, megatron_to_hf
 from moe_asyncrl.checkpoint.convert.distcp import DistcpDir
-from moe_asyncrl.checkpoint.convert.hf_files import INDEX
 from moe_asyncrl.checkpoint.convert.keys import LayerKeys
 from moe_asyncrl.checkpoint.convert.to_hf import plan_to_hf
 from moe_asyncrl.checkpoint.convert.to_megatron import plan_to_megatron
+from moe_asyncrl.checkpoint.safetensors_header import INDEX
 from moe_asyncrl.models.layout import Layout
 from tests.checkpoint.convert.support import contents, layouts
 from tests.checkpoint.families import FAMILY_MODELS
