@@ -56,7 +56,8 @@ format: $(STAMP) ## Let ruff rewrite what it can.
 bench: $(STAMP) ## Every program in benchmarks/, each printing one JSON line last.
 	@bash scripts/bench.sh $(BENCH_ARGS)
 
-soak: $(STAMP) ## The demo again and again for SOAK_MINUTES, watching for leaks and orphans.
+soak: $(STAMP) ## Conversions on all layouts and killed 40 times; then the demo again and again for SOAK_MINUTES, watching for leaks.
+	@$(BIN)/python -m tests.checkpoint.convert.soak --kills 20
 	@$(BIN)/python scripts/soak.py --minutes $(SOAK_MINUTES) $(ARGS)
 
 gpu-check: $(STAMP) ## Every path that only a GPU can run, in under ten minutes, without network.
