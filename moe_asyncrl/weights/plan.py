@@ -40,9 +40,9 @@ class Parts:
 
     tensor: Small
     """[P] number of the HF tensor in export order."""
-    lo: Small
+    low: Small
     """[P, 3] first index along each axis; an axis that the tensor does not have is [0, 1)."""
-    hi: Small
+    high: Small
     """[P, 3] behind the last index."""
     bucket: Small
     """[P]"""
@@ -152,14 +152,14 @@ class Plan:
     @cached_property
     def part_nbytes(self) -> Ints:
         """[P]"""
-        elements = np.prod((self.parts.hi - self.parts.lo).astype(np.int64), axis=1)
+        elements = np.prod((self.parts.high - self.parts.low).astype(np.int64), axis=1)
         return np.asarray(elements * self.item_bytes[self.parts.tensor])
 
     @cached_property
     def piece_slices(self) -> tuple[Small, Small]:
         """([Q, 3] first indices, [Q, 3] numbers of indices) of each piece along the axes of its HF tensor."""
         p, b, blocks = self.pieces.part, self.pieces.block, self.blocks
-        return common(self.parts.lo[p], self.parts.hi[p], blocks.lo[b], blocks.hi[b], blocks.step[b])
+        return common(self.parts.low[p], self.parts.high[p], blocks.low[b], blocks.high[b], blocks.step[b])
 
     @cached_property
     def piece_nbytes(self) -> Ints:
@@ -215,7 +215,7 @@ class Plan:
                     slice=tuple(range(starts[a], starts[a] + (sizes[a] - 1) * steps[a] + 1, steps[a]) for a in axes),
                     bucket=number,
                     offset=int(self.parts.offset[part]),
-                    part=tuple(range(int(self.parts.lo[part, a]), int(self.parts.hi[part, a])) for a in axes),
+                    part=tuple(range(int(self.parts.low[part, a]), int(self.parts.high[part, a])) for a in axes),
                     root=None if root < 0 else root,
                     receivers=self.receivers[self.deliveries.receivers[delivery]],
                 )

@@ -143,8 +143,8 @@ def _tables(spec: ModelSpec, layout: Layout, filled: Filled, blocks: list[KindBl
             columns,
             (
                 tensors[:, unit.member].ravel(),
-                np.tile(unit.lo, (count, 1)),
-                np.tile(unit.hi, (count, 1)),
+                np.tile(unit.low, (count, 1)),
+                np.tile(unit.high, (count, 1)),
                 (bucket[:, None] + unit.chunk[None, :]).ravel().astype(np.int32),
                 (start[:, None] + unit.offset[None, :]).ravel(),
                 (part_base[:, None] + unit.piece_part[None, :]).ravel(),
@@ -153,11 +153,11 @@ def _tables(spec: ModelSpec, layout: Layout, filled: Filled, blocks: list[KindBl
             strict=True,
         ):
             column.append(value)
-    tensor, lo, hi, bucket, offset, piece_part, piece_block = (np.concatenate(c) for c in columns)
+    tensor, low, high, bucket, offset, piece_part, piece_block = (np.concatenate(c) for c in columns)
     order = np.lexsort((offset, bucket))
     where = np.empty(len(order), np.int64)
     where[order] = np.arange(len(order))
     piece_part = where[piece_part]
     by_part = np.argsort(piece_part, kind="stable")
-    parts = Parts(tensor[order], lo[order], hi[order], bucket[order], offset[order])
+    parts = Parts(tensor[order], low[order], high[order], bucket[order], offset[order])
     return parts, Pieces(piece_part[by_part], piece_block[by_part])

@@ -80,7 +80,7 @@ def _check_columns(plan: Plan, say: Say) -> None:
         wrong = column[(column < 0) | (column >= counts[what])]
         if len(wrong):
             say(f"there is no {what} {wrong[0]}")
-    if len({len(p.tensor), len(p.lo), len(p.hi), len(p.bucket), len(p.offset)}) > 1:
+    if len({len(p.tensor), len(p.low), len(p.high), len(p.bucket), len(p.offset)}) > 1:
         say("the columns of the parts have different lengths")
     for r in plan.receivers:
         for engine in r.engines:
@@ -91,9 +91,9 @@ def _check_columns(plan: Plan, say: Say) -> None:
     shapes = np.array([[*t.shape, *[1] * (AXES - len(t.shape))] for t in plan.tensors], np.int32)
     inside = np.ones(len(p.tensor), bool)
     known = (p.tensor >= 0) & (p.tensor < len(plan.tensors))
-    inside[known] = ((p.lo >= 0) & (p.lo < p.hi))[known].all(axis=1) & (p.hi[known] <= shapes[p.tensor[known]]).all(
-        axis=1
-    )
+    inside[known] = ((p.low >= 0) & (p.low < p.high))[known].all(axis=1) & (
+        p.high[known] <= shapes[p.tensor[known]]
+    ).all(axis=1)
     for part in np.flatnonzero(~inside):
         say(f"a part of {plan.tensors[p.tensor[part]].name} is not inside of it")
 
@@ -131,7 +131,7 @@ def _check_pieces(plan: Plan, say: Say) -> None:
     distinct = np.unique(part * np.int64(len(blocks.tensor)) + block, return_index=True)[1]
     filled = np.zeros(len(plan.parts.tensor), np.int64)
     np.add.at(filled, part[distinct], count[distinct])
-    elements = np.prod((plan.parts.hi - plan.parts.lo).astype(np.int64), axis=1)
+    elements = np.prod((plan.parts.high - plan.parts.low).astype(np.int64), axis=1)
     for n in np.flatnonzero(filled != elements):
         say(f"{_at(plan, n)}: {filled[n]} of {elements[n]} elements are sent")
 
@@ -189,9 +189,9 @@ def _check_roots(plan: Plan, bucket: Ints, stage: Ints | int, say: Say) -> None:
 def _name(plan: Plan, part: int | np.integer) -> str:
     p = plan.parts
     tensor = plan.tensors[p.tensor[part]]
-    whole = all(p.hi[part, a] - p.lo[part, a] == n for a, n in enumerate(tensor.shape))
+    whole = all(p.high[part, a] - p.low[part, a] == n for a, n in enumerate(tensor.shape))
     where = (
-        "" if whole else str([f"{p.lo[part, a]}:{p.hi[part, a]}" for a in range(len(tensor.shape))]).replace("'", "")
+        "" if whole else str([f"{p.low[part, a]}:{p.high[part, a]}" for a in range(len(tensor.shape))]).replace("'", "")
     )
     return tensor.name + where
 

@@ -76,21 +76,21 @@ def _check_rows(plan: Plan, engine: int, bucket: Ints, rank: Ints, say: Say) -> 
 
     # The need that a part is of: the last one of its rank and tensor that does not begin behind it.
     tensors, rows = np.int64(len(plan.tensors)), np.int64(max(t.shape[0] for t in plan.tensors) + 1)
-    need_key = (needs.rank * tensors + needs.tensor) * rows + needs.lo[:, 0]
-    part_key = (rank * tensors + p.tensor[part]) * rows + p.lo[part, 0]
+    need_key = (needs.rank * tensors + needs.tensor) * rows + needs.low[:, 0]
+    part_key = (rank * tensors + p.tensor[part]) * rows + p.low[part, 0]
     need = np.maximum(np.searchsorted(need_key, part_key, side="right") - 1, 0)
     inside = (needs.rank[need] == rank) & (needs.tensor[need] == p.tensor[part])
-    inside &= ((p.lo[part] >= needs.lo[need]) & (p.hi[part] <= needs.hi[need])).all(axis=1)
+    inside &= ((p.low[part] >= needs.low[need]) & (p.high[part] <= needs.high[need])).all(axis=1)
     for n in np.flatnonzero(~inside):
         say(f"{whom(rank[n])} gets a slice of {plan.tensors[p.tensor[part[n]]].name} that it does not keep")
     part, need, rank = part[inside], need[inside], rank[inside]
-    size = (needs.hi - needs.lo).astype(np.int64)
-    own = (p.hi[part] - p.lo[part]).astype(np.int64)
+    size = (needs.high - needs.low).astype(np.int64)
+    own = (p.high[part] - p.low[part]).astype(np.int64)
     full = own == size[need]
     run = (full[:, 1] & full[:, 2]) | (full[:, 2] & (own[:, 0] == 1)) | (own[:, :2] == 1).all(axis=1)
     for n in np.flatnonzero(~run):
         say(f"{whom(rank[n])} gets a slice of {plan.tensors[p.tensor[part[n]]].name} that is no run of rows")
-    relative = (p.lo[part] - needs.lo[need]).astype(np.int64)
+    relative = (p.low[part] - needs.low[need]).astype(np.int64)
     start = (relative[:, 0] * size[need, 1] + relative[:, 1]) * size[need, 2] + relative[:, 2]
     _check_runs(plan, needs, need, start, start + own.prod(axis=1), whom, say)
     _check_fused(plan, needs, part, rank, whom, say)
@@ -102,7 +102,7 @@ def _check_runs(
     """The runs [start, end) of each need begin where the one before ends, from its first element to its last."""
     order = np.lexsort((start, need))
     need, start, end = need[order], start[order], end[order]
-    size = (needs.hi - needs.lo).astype(np.int64).prod(axis=1)
+    size = (needs.high - needs.low).astype(np.int64).prod(axis=1)
     new = np.r_[True, need[1:] != need[:-1]] if len(need) else np.zeros(0, bool)
     before = np.where(new, 0, np.r_[0, end[:-1]]) if len(need) else start
     last = np.r_[new[1:], True] if len(need) else new
@@ -113,7 +113,7 @@ def _check_runs(
     ):
         for n in np.unique(which):
             tensor = plan.tensors[needs.tensor[n]]
-            rectangle = [f"{a}:{b}" for a, b in zip(needs.lo[n], needs.hi[n], strict=True)][: len(tensor.shape)]
+            rectangle = [f"{a}:{b}" for a, b in zip(needs.low[n], needs.high[n], strict=True)][: len(tensor.shape)]
             say(f"{whom(needs.rank[n])} {verb} a slice of {tensor.name}[{', '.join(rectangle)}]")
 
 
@@ -128,7 +128,7 @@ def _check_fused(plan: Plan, needs: Needs, part: Ints, rank: Ints, whom: Callabl
     whose, first, times = np.unique(triples // buckets, return_index=True, return_counts=True)
     in_bucket = np.unique(p.bucket * groups + group_of[p.tensor])
     shared = np.bincount(in_bucket // groups, minlength=int(buckets)) > 1
-    nbytes = (needs.hi - needs.lo).astype(np.int64).prod(axis=1) * plan.item_bytes[needs.tensor]
+    nbytes = (needs.high - needs.low).astype(np.int64).prod(axis=1) * plan.item_bytes[needs.tensor]
     need_group = needs.rank * groups + group_of[needs.tensor]
     for n in np.flatnonzero(times > 1):
         own = nbytes[need_group == whose[n]]

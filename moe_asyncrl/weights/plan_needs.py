@@ -22,9 +22,9 @@ class Needs:
     """[N]"""
     tensor: Ints
     """[N]"""
-    lo: Small
+    low: Small
     """[N, 3]"""
-    hi: Small
+    high: Small
     """[N, 3]"""
 
 
@@ -45,9 +45,9 @@ def needs_of(spec: ModelSpec, engine: EngineLayout, mode: Mode) -> Needs:
             for held in held_by_engine(spec, engine, kind, row):
                 for column, value in zip(columns, _repeat(spec, engine, kind, row, groups, held), strict=True):
                     column.append(value)
-    rank, tensor, lo, hi = (np.concatenate(column) for column in columns)
-    order = np.lexsort((lo[:, 0], tensor, rank))
-    return Needs(rank[order], tensor[order], lo[order], hi[order])
+    rank, tensor, low, high = (np.concatenate(column) for column in columns)
+    order = np.lexsort((low[:, 0], tensor, rank))
+    return Needs(rank[order], tensor[order], low[order], high[order])
 
 
 def _repeat(

@@ -25,9 +25,9 @@ class Unit:
 
     member: Small
     """[P] number of the tensor in its group."""
-    lo: Small
+    low: Small
     """[P, 3] first index along each axis of the HF tensor."""
-    hi: Small
+    high: Small
     """[P, 3] behind the last index."""
     chunk: Small
     """[P]"""
@@ -59,13 +59,13 @@ def make_unit(
             cutter.add(member, rectangle, item_bytes[member])
     padded = [[*part, *[range(1)] * (AXES - len(part))] for part in cutter.parts]
     members = np.array(cutter.members, np.int32)
-    lo = np.array([[r.start for r in part] for part in padded], np.int32)
-    hi = np.array([[r.stop for r in part] for part in padded], np.int32)
-    piece_part, piece_block = _overlaps(members, lo, hi, blocks)
+    low = np.array([[r.start for r in part] for part in padded], np.int32)
+    high = np.array([[r.stop for r in part] for part in padded], np.int32)
+    piece_part, piece_block = _overlaps(members, low, high, blocks)
     return Unit(
         member=members,
-        lo=lo,
-        hi=hi,
+        low=low,
+        high=high,
         chunk=np.array(cutter.chunks, np.int32),
         offset=np.array(cutter.offsets, np.int64),
         chunk_bytes=(*cutter.ends, cutter.filled),
@@ -74,11 +74,11 @@ def make_unit(
     )
 
 
-def common(lo: Small, hi: Small, block_lo: Small, block_hi: Small, step: Small) -> tuple[Small, Small]:
-    """First index and number of indices that [lo, hi) and range(block_lo, block_hi, step) share, elementwise."""
-    behind = np.maximum(lo - block_lo, 0)
-    first = block_lo + (behind + step - 1) // step * step
-    count = np.maximum((np.minimum(hi, block_hi) - first + step - 1) // step, 0)
+def common(low: Small, high: Small, block_low: Small, block_high: Small, step: Small) -> tuple[Small, Small]:
+    """First index and number of indices that [low, high) and range(block_low, block_high, step) share, elementwise."""
+    behind = np.maximum(low - block_low, 0)
+    first = block_low + (behind + step - 1) // step * step
+    count = np.maximum((np.minimum(high, block_high) - first + step - 1) // step, 0)
     return first, count
 
 
@@ -120,7 +120,7 @@ class _Cutter:
             position = run.stop
 
 
-def _overlaps(member: Small, lo: Small, hi: Small, blocks: KindBlocks) -> tuple[Ints, Ints]:
+def _overlaps(member: Small, low: Small, high: Small, blocks: KindBlocks) -> tuple[Ints, Ints]:
     """Pairs (part, block) that share elements, by part."""
     parts: list[Ints] = []
     found: list[Ints] = []
@@ -130,10 +130,10 @@ def _overlaps(member: Small, lo: Small, hi: Small, blocks: KindBlocks) -> tuple[
         shared = np.ones((len(own), len(theirs)), bool)
         for axis in range(AXES):
             _, count = common(
-                lo[own, axis][:, None],
-                hi[own, axis][:, None],
-                blocks.lo[theirs, axis][None, :],
-                blocks.hi[theirs, axis][None, :],
+                low[own, axis][:, None],
+                high[own, axis][:, None],
+                blocks.low[theirs, axis][None, :],
+                blocks.high[theirs, axis][None, :],
                 blocks.step[theirs, axis][None, :],
             )
             shared &= count > 0

@@ -70,9 +70,9 @@ class KindBlocks:
 
     member: Small
     """[B] which tensor of the group."""
-    lo: Small
+    low: Small
     """[B, 3] first index along each axis."""
-    hi: Small
+    high: Small
     """[B, 3] behind the last index."""
     step: Small
     """[B, 3] 1, or more where only every step-th index is in the block."""
@@ -88,9 +88,9 @@ class Blocks:
 
     tensor: Small
     """[B]"""
-    lo: Small
+    low: Small
     """[B, 3]"""
-    hi: Small
+    high: Small
     """[B, 3]"""
     step: Small
     """[B, 3]"""
@@ -121,8 +121,8 @@ def kind_blocks(spec: ModelSpec, layout: Layout, kind: Kind) -> KindBlocks:
 
     return KindBlocks(
         member=np.array([row[0] for row in rows], np.int32),
-        lo=table("start"),
-        hi=table("stop"),
+        low=table("start"),
+        high=table("stop"),
         step=table("step"),
         ep=np.array([row[2] for row in rows], np.int32),
         part=np.array([row[3] for row in rows], np.int32),
@@ -136,7 +136,7 @@ def trainer_blocks(spec: ModelSpec, layout: Layout) -> Blocks:
     model = model_groups(spec)
     holders = Holders(layout)
     first = np.zeros(len(model.groups), np.int64)
-    columns: dict[str, list[npt.NDArray[np.integer]]] = {n: [] for n in ("tensor", "lo", "hi", "step", "holder")}
+    columns: dict[str, list[npt.NDArray[np.integer]]] = {n: [] for n in ("tensor", "low", "high", "step", "holder")}
     filled = 0
     for kind, numbers in zip(model.kinds, model.of_kind(), strict=True):
         own = kind_blocks(spec, layout, kind)
@@ -152,7 +152,7 @@ def trainer_blocks(spec: ModelSpec, layout: Layout) -> Blocks:
         columns["holder"].append(
             np.asarray(holders.number(stage[:, None], ep, own.part[None, :].astype(np.int64))).ravel()
         )
-        for name in ("lo", "hi", "step"):
+        for name in ("low", "high", "step"):
             columns[name].append(np.tile(getattr(own, name), (len(groups), 1)))
     joined = {name: np.concatenate(values) for name, values in columns.items()}
     return Blocks(**joined, first=first, holders=holders)

@@ -99,7 +99,7 @@ def needed(spec: ModelSpec, engine: EngineLayout, rank: int) -> np.ndarray:
     found = []
     for row in rows:
         value = values[needs.tensor[row]]
-        rectangle = tuple(slice(needs.lo[row, a], needs.hi[row, a]) for a in range(value.ndim))
+        rectangle = tuple(slice(needs.low[row, a], needs.high[row, a]) for a in range(value.ndim))
         found.append(value[rectangle].ravel())
     return np.sort(np.concatenate(found))
 

@@ -81,7 +81,8 @@ def test_blocks_are_what_the_ranks_hold(case: tuple[ModelSpec, Layout]) -> None:
     for n in range(len(blocks.tensor)):
         tensor = tensors[blocks.tensor[n]]
         ranges = tuple(
-            range(int(blocks.lo[n, a]), int(blocks.hi[n, a]), int(blocks.step[n, a])) for a in range(len(tensor.shape))
+            range(int(blocks.low[n, a]), int(blocks.high[n, a]), int(blocks.step[n, a]))
+            for a in range(len(tensor.shape))
         )
         for rank in blocks.holders.ranks(int(blocks.holder[n])):
             assert (tensor.name, ranges) not in theirs[rank]

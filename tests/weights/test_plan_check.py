@@ -45,7 +45,7 @@ def drop_part(plan: Plan, at: int) -> Plan:
     p, n = plan.parts, at % len(plan.parts.tensor)
     keep = plan.pieces.part != n
     part = plan.pieces.part[keep]
-    columns = [np.delete(c, n, axis=0) for c in (p.tensor, p.lo, p.hi, p.bucket, p.offset)]
+    columns = [np.delete(c, n, axis=0) for c in (p.tensor, p.low, p.high, p.bucket, p.offset)]
     return replace(plan, parts=Parts(*columns), pieces=Pieces(part - (part > n), plan.pieces.block[keep]))
 
 
@@ -57,10 +57,10 @@ def double_part(plan: Plan, at: int) -> Plan:
     nbytes = plan.bucket_nbytes.copy()
     nbytes[bucket] = offset + plan.part_nbytes[n]
     own = plan.pieces.part == n
-    values = (p.tensor[n], p.lo[n : n + 1], p.hi[n : n + 1], bucket, offset)
+    values = (p.tensor[n], p.low[n : n + 1], p.high[n : n + 1], bucket, offset)
     columns = [
         np.append(c, v if np.ndim(v) else [v], axis=0)
-        for c, v in zip((p.tensor, p.lo, p.hi, p.bucket, p.offset), values, strict=True)
+        for c, v in zip((p.tensor, p.low, p.high, p.bucket, p.offset), values, strict=True)
     ]
     pieces = Pieces(
         np.append(plan.pieces.part, np.full(own.sum(), len(p.tensor))),
@@ -71,10 +71,10 @@ def double_part(plan: Plan, at: int) -> Plan:
 
 def narrow_part(plan: Plan, at: int) -> Plan:
     """Its last row is not sent, to anybody."""
-    many = np.flatnonzero(plan.parts.hi[:, 0] - plan.parts.lo[:, 0] > 1)
-    hi = plan.parts.hi.copy()
-    hi[many[at % len(many)], 0] -= 1
-    parts = replace(plan.parts, hi=hi)
+    many = np.flatnonzero(plan.parts.high[:, 0] - plan.parts.low[:, 0] > 1)
+    high = plan.parts.high.copy()
+    high[many[at % len(many)], 0] -= 1
+    parts = replace(plan.parts, high=high)
     changed = replace(plan, parts=parts)
     keep = np.prod(changed.piece_slices[1], axis=1) > 0
     return replace(changed, pieces=Pieces(plan.pieces.part[keep], plan.pieces.block[keep]))
