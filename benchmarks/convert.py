@@ -34,7 +34,8 @@ from typing import Any
 import psutil
 
 from benchmarks.report import print_result
-from moe_asyncrl.checkpoint.convert.hf_files import INDEX, index_text, plan_files
+from moe_asyncrl.checkpoint.convert.hf_files import index_text, plan_files
+from moe_asyncrl.checkpoint.safetensors_header import INDEX
 from moe_asyncrl.models.parameter_map import parameter_map
 from moe_asyncrl.models.spec import ModelSpec
 
