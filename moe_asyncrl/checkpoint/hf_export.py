@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.out_place import check_free
 from moe_asyncrl.models.parameter_map import parameter_map
 from moe_asyncrl.models.spec import ModelSpec
+from moe_asyncrl.telemetry.run_folder import sync
 from moe_asyncrl.weights.agree import agree
 from moe_asyncrl.weights.gather import DEFAULT_BUCKET_BYTES, iter_hf_tensors
 
@@ -155,15 +155,7 @@ def publish(partial: Path, out: Path) -> None:
     """Give a directory that is whole its name, once all of it is on the disk. Raises OSError."""
     partial.chmod(0o755)
     for path in partial.iterdir():
-        _sync(path)
-    _sync(partial)
+        sync(path)
+    sync(partial)
     partial.rename(out)
-    _sync(out.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(out.parent)

@@ -31,6 +31,15 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644, durable: bool = 
     os.replace(temporary, path)
 
 
+def sync(path: Path) -> None:
+    """Have a file or a folder on the disk before going on."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 class RunFolder:
     """Names of the files in one run's folder. Holds no state but the open writers."""
 

@@ -8,7 +8,6 @@ can be read.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -17,7 +16,7 @@ import msgspec
 
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.data.messages import Counters, Cursor
-from moe_asyncrl.telemetry.run_folder import write_atomic
+from moe_asyncrl.telemetry.run_folder import sync, write_atomic
 
 SCHEMA = 1
 SIDE_FILE = "trainer.json"
@@ -151,12 +150,3 @@ def remove(folder: Path) -> None:
     if folder.exists():
         void(folder)
         shutil.rmtree(folder)
-
-
-def sync(path: Path) -> None:
-    """Have a file or a folder on the disk before going on."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from moe_asyncrl.data.errors import UserError
-from moe_asyncrl.train.checkpoint_folder import sync
+from moe_asyncrl.telemetry.run_folder import sync
 from moe_asyncrl.weights.agree import agree, lowest_failed
 from moe_asyncrl.weights.lockstep import Lockstep
 
@@ -122,7 +122,7 @@ class Writing:
         start = time.time()
         try:
             self._write()
-        except Exception as error:
+        except BaseException as error:  # torch's CheckpointException is no Exception; silence would mean: written
             self.problem = self._said(_reason(error))
         if self.note is not None:
             self.note(start, time.time(), self.bytes, self.problem)

@@ -19,6 +19,7 @@ import msgspec
 
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.out_place import check_free
+from moe_asyncrl.telemetry.run_folder import sync
 
 _OWN, _IDENTITY, _JOURNAL = ".convert", "identity.json", "journal.jsonl"
 
@@ -93,9 +94,9 @@ class Workspace:
         for name, content in others.items():
             _write_file(self.path / name, content)
         for folder in {self.path, *((self.path / name).parent for name in others)}:
-            _sync(folder)
+            sync(folder)
         os.rename(self.path, self.out)
-        _sync(self.out.parent)
+        sync(self.out.parent)
         shutil.rmtree(self.out / _OWN)
 
     def leave(self) -> None:
@@ -115,7 +116,7 @@ class Workspace:
         path = self.path / _OWN / _JOURNAL
         _write_file(path.with_suffix(".new"), b"".join(msgspec.json.encode(done) + b"\n" for done in kept))
         os.replace(path.with_suffix(".new"), path)
-        _sync(path.parent)
+        sync(path.parent)
         if self._journal >= 0:
             os.close(self._journal)
         self._open_journal()
@@ -214,11 +215,3 @@ def _write_all(handle: int, content: bytes) -> None:
     view = memoryview(content)
     while view:
         view = view[os.write(handle, view) :]
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
