@@ -7,6 +7,8 @@ from typing import Protocol
 
 import msgspec
 
+from moe_asyncrl.data.weights import CopyOffer, Hold, Prepare, Progress
+
 
 class TensorMeta(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor of a bucket, as the engine will see it."""
@@ -71,4 +73,42 @@ class EngineControl(Protocol):
 
     async def serving_version(self, *, deadline_s: float) -> int:
         """The version that the engine itself reports; -1 if it never got one."""
+        ...
+
+    # --- two-phase updates, by the plugin's route ---------------------------------------------------------------
+
+    async def hold(self, *, deadline_s: float) -> Hold:
+        """What the engine holds; answered in every state."""
+        ...
+
+    async def prepare(self, order: Prepare, *, deadline_s: float) -> None:
+        """Announce an update. It is refused, with the reason: an epoch older than one that was seen (StaleEpoch), a
+        base that is not held, a version that does not rise, slices or deltas that it cannot place. The engine still
+        serves."""
+        ...
+
+    async def receive(self, update: str, count: int, *, deadline_s: float) -> Progress:
+        """Receive, check and apply the next `count` messages of the schedule (fewer at its end). Needs a paused
+        engine. A failure leaves it broken."""
+        ...
+
+    async def finish(self, update: str, *, deadline_s: float) -> str:
+        """Finalise the weights once everything came. Returns the manifest of what was received."""
+        ...
+
+    async def commit(self, update: str, *, version: int, manifest: str, deadline_s: float) -> None:
+        """Take the received weights as `version`; `manifest` is the sender's own. Only now may it resume."""
+        ...
+
+    async def abandon(self, update: str, *, reason: str, deadline_s: float) -> Hold:
+        """End the update: before its first byte the engine serves as before, later it is broken. Idempotent."""
+        ...
+
+    async def offer_copy(self, copy: str, *, group: str, bucket_bytes: int, deadline_s: float) -> CopyOffer:
+        """Get ready to send what it serves, rank to rank, to the engine of the same layout in the process group
+        `group`."""
+        ...
+
+    async def send_copy(self, copy: str, count: int, *, deadline_s: float) -> str:
+        """Send the next `count` messages of the offer. Returns the manifest of those sent so far."""
         ...

@@ -18,6 +18,7 @@ from moe_asyncrl.data.messages import Member
 from moe_asyncrl.data.protocols import TensorMeta
 from moe_asyncrl.engine.completion import Completion, GenerateRequest, RoutingShape, parse_replies, request_body
 from moe_asyncrl.engine.errors import EngineRefused, EngineTimeout, EngineUnreachable, MalformedReply
+from moe_asyncrl.engine.weight_calls import WeightCalls
 from moe_asyncrl.models.spec import ModelSpec
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ def _reason(body: bytes) -> str:
     return " ".join(str(text).split())[:500]
 
 
-class EngineClient:
+class EngineClient(WeightCalls):
     """HTTP to one engine. Use it inside one event loop, and `close` it there (or use `async with`)."""
 
     def __init__(
