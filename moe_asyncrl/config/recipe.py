@@ -273,6 +273,8 @@ class Weights(Section, frozen=True, kw_only=True):
     """Trainer steps between updates."""
     bucket_mib: Annotated[int, Meta(ge=1, le=16384)] = 64
     """Size of a bucket, in MiB."""
+    roots_per_stage: Annotated[int, Meta(ge=1, le=4096)] = 2
+    """Most trainer ranks of a pipeline stage that broadcast, each over a process group of its own."""
     host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
     """Address of the trainer's rank 0 that engines connect to."""
     timeout_s: Annotated[float, Meta(gt=0)] = 120.0

@@ -10,8 +10,8 @@ A transfer is a send and a piece. Transfers are many (a rank's experts for each 
 tables above, as columns of numbers, and spells transfers out on demand.
 
 Modes. `broadcast`: every engine rank gets every HF tensor whole. A bucket has tensors of one pipeline stage; its root,
-a rank of that stage, has the missing pieces sent to it and broadcasts the bucket. `direct`: a rank of an engine gets
-what it keeps and nothing else, from the ranks that hold it, without a root.
+one of the first so many ranks of that stage, has the missing pieces sent to it and broadcasts the bucket. `direct`: a
+rank of an engine gets what it keeps and nothing else, from the ranks that hold it, without a root.
 """
 
 from __future__ import annotations
@@ -126,6 +126,8 @@ class Plan:
     dtype: str
     """What tensors travel as, except those with a type of their own."""
     bucket_bytes: int
+    roots_per_stage: int
+    """Most ranks of a pipeline stage that broadcast, each over a group of its own; 0 for no bound."""
     parts: Parts
     pieces: Pieces
     bucket_nbytes: Ints
@@ -133,6 +135,12 @@ class Plan:
     deliveries: Deliveries
     sends: Sends
     receivers: tuple[Receivers, ...]
+
+    @property
+    def senders(self) -> tuple[int, ...]:
+        """Trainer ranks that send to engines, ascending: each needs a group with its receivers."""
+        column = self.deliveries.root if self.mode == "broadcast" else self.sends.source
+        return tuple(int(rank) for rank in np.unique(column))
 
     @property
     def tensors(self) -> tuple[HfTensor, ...]:

@@ -184,6 +184,9 @@ def _check_roots(plan: Plan, bucket: Ints, stage: Ints | int, say: Say) -> None:
     of_root = d.root // (plan.layout.world_size // stages)
     for n in np.flatnonzero((d.root < 0) | (of_root != of_bucket[d.bucket])):
         say(f"bucket {d.bucket[n]} of stage {of_bucket[d.bucket[n]]} has root {d.root[n]}, not a rank of that stage")
+    whose, count = np.unique(np.unique(d.root[d.root >= 0]) // (plan.layout.world_size // stages), return_counts=True)
+    for number in whose[count > plan.roots_per_stage] if plan.roots_per_stage else ():
+        say(f"stage {number} has more than {plan.roots_per_stage} roots")
 
 
 def _name(plan: Plan, part: int | np.integer) -> str:

@@ -35,6 +35,7 @@ def show(recipe_path: str, overrides: Sequence[str], *, mode: Mode, as_json: boo
         mode=mode,
         dtype=recipe.engine.dtype,
         bucket_bytes=recipe.weights.bucket_mib * 2**20,
+        roots_per_stage=recipe.weights.roots_per_stage,
     )
     check(plan)
     found = figures(plan)

@@ -40,6 +40,8 @@ class Figures:
     """Of all HF tensors, once."""
     buckets: int
     largest_bucket: int
+    groups: int
+    """Process groups: one for each trainer rank that sends to engines."""
     broadcasts: int
     messages: int
     """From one rank to one other: to the root of a bucket, or to an engine rank."""
@@ -83,6 +85,9 @@ def figures(plan: Plan) -> Figures:
         holders = plan.blocks.holders
         alone = max(n / len(holders.ranks(int(h))) for h, n in zip(sets, shares, strict=True))
         broadcasts, messages = 0, int(copies[s.delivery].sum())
+    able = ranks // plan.layout.pp
+    if plan.mode == "broadcast" and plan.roots_per_stage:
+        able = min(able, plan.roots_per_stage)
     received = np.zeros(int(plan.engine_starts[-1]), np.int64)
     for bucket, receivers in zip(d.bucket, d.receivers, strict=True):
         received[plan.receiver_numbers[receivers]] += contents[bucket]
@@ -95,10 +100,11 @@ def figures(plan: Plan) -> Figures:
         model_bytes=sum(t.numel * int(n) for t, n in zip(plan.tensors, plan.item_bytes, strict=True)),
         buckets=len(plan.bucket_nbytes),
         largest_bucket=int(plan.bucket_nbytes.max()),
+        groups=len(plan.senders),
         broadcasts=broadcasts,
         messages=messages,
         sent=Spread.of(sent),
-        sent_at_best=max(float(sent.reshape(plan.layout.pp, -1).mean(axis=1).max()), alone),
+        sent_at_best=max(float(sent.reshape(plan.layout.pp, -1).sum(axis=1).max()) / able, alone),
         gathered=Spread.of(gathered_by),
         received=Spread.of(received),
         seconds_at_least={link.name: link.seconds(busiest) for link in LINKS},
@@ -126,6 +132,7 @@ def lines(plan: Plan, f: Figures) -> list[str]:
         f"ranks ({plan.layout}) to {f.engine_ranks} engine ranks ({layouts})",
         f"buckets      {f.buckets}, largest {f.largest_bucket / MIB:.3g} MiB of {plan.bucket_bytes / MIB:g} allowed",
         f"collectives  {f.broadcasts} broadcasts, {f.messages} messages from rank to rank",
+        f"groups       {f.groups}, one for each trainer rank that sends to engines",
         "",
         f"{'GiB of a rank':<34}{'min':>10}{'mean':>10}{'max':>10}",
         spread("trainer rank to engines", f.sent),

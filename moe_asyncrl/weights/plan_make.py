@@ -27,10 +27,12 @@ def make_plan(
     mode: Mode = "broadcast",
     dtype: str = "bfloat16",
     bucket_bytes: int = 64 * 1024 * 1024,
+    roots_per_stage: int = 0,
 ) -> Plan:
     """The plan of a full update to `engines`, one layout for each. Same arguments, same plan.
 
-    `dtype`: type that the weights travel in, but for tensors with a type of their own. The plan is not checked yet.
+    `dtype`: type that the weights travel in, but for tensors with a type of their own. `roots_per_stage`: most ranks of
+    a pipeline stage that broadcast; 0 for no bound. The plan is not checked yet.
 
     Raises:
         UserError: a layout that does not fit the model, no engine, an unknown type, a bucket below 64 bytes.
@@ -53,6 +55,7 @@ def make_plan(
         mode=mode,
         dtype=dtype,
         bucket_bytes=bucket_bytes,
+        roots_per_stage=roots_per_stage,
         parts=parts,
         pieces=pieces,
         bucket_nbytes=np.array(filled.nbytes, np.int64),
@@ -63,7 +66,7 @@ def make_plan(
     inside = contents(filled, parts, pieces, plan.piece_nbytes, blocks)
     if mode == "broadcast":
         everyone = Receivers(tuple(range(len(engines))), None)
-        found = root_per_bucket(filled, inside, everyone, blocks.holders, layout.world_size)
+        found = root_per_bucket(filled, inside, everyone, blocks.holders, layout, roots_per_stage)
     else:
         engines_of = [tuple(n for n, e in enumerate(engines) if e == one) for one in different]
         found = senders_per_receiver(filled, inside, engines_of, blocks.holders, layout.world_size)

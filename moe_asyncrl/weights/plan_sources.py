@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.weights.plan import Deliveries, Parts, Pieces, Receivers, Sends
 from moe_asyncrl.weights.plan_buckets import Address, Filled
 from moe_asyncrl.weights.trainer_blocks import Blocks, Holders, Ints
@@ -60,19 +61,28 @@ def contents(filled: Filled, parts: Parts, pieces: Pieces, nbytes: Ints, blocks:
     return Contents(found % width, total, first)
 
 
+def stage_roots(stage: int, layout: Layout, bound: int) -> tuple[int, ...]:
+    """The ranks of a stage that may broadcast: at most `bound` (0: all), as far from each other as can be."""
+    ranks = layout.world_size // layout.pp
+    count = min(bound, ranks) or ranks
+    return tuple(stage * ranks + i * ranks // count for i in range(count))
+
+
 def root_per_bucket(
-    filled: Filled, inside: Contents, everyone: Receivers, holders: Holders, ranks: int
+    filled: Filled, inside: Contents, everyone: Receivers, holders: Holders, layout: Layout, bound: int
 ) -> tuple[Deliveries, Sends, tuple[Receivers, ...]]:
-    """Broadcast: one delivery for each bucket, by a root among the ranks of its stage (and ep rank).
+    """Broadcast: one delivery for each bucket, by a root among those of its stage, with the bucket's ep rank if one has.
 
     Pieces that the root does not have come from the nearest rank that has them: ranks of one tensor-parallel group
     are neighbours.
     """
-    jobs = [
-        Job(holders.ranks(int(holders.number(a.stage, a.ep, -1))), size)
-        for a, size in zip(filled.addresses, filled.nbytes, strict=True)
-    ]
-    roots = spread(jobs, ranks)
+    allowed = [stage_roots(stage, layout, bound) for stage in range(layout.pp)]
+    jobs = []
+    for address, size in zip(filled.addresses, filled.nbytes, strict=True):
+        have = holders.ranks(int(holders.number(address.stage, address.ep, -1)))
+        near = tuple(rank for rank in allowed[address.stage] if rank in have)
+        jobs.append(Job(near or allowed[address.stage], size))
+    roots = spread(jobs, layout.world_size)
     delivery, holder, source = [], [], []
     for bucket, root in enumerate(roots):
         for row in range(inside.first[bucket], inside.first[bucket + 1]):

@@ -40,6 +40,16 @@ def double_piece(plan: Plan, at: int) -> Plan:
     return replace(plan, pieces=Pieces(*(np.insert(c, n, c[n]) for c in (plan.pieces.part, plan.pieces.block))))
 
 
+def test_more_roots_than_allowed_are_found_and_fewer_are_no_error() -> None:
+    for bound in (1, 2, 3):
+        plan = make_plan(SPEC, LAYOUT, ENGINES, dtype="float32", bucket_bytes=20_000, roots_per_stage=bound)
+        check(plan)
+        assert len(plan.senders) == 2 * bound
+        if bound > 1:
+            with pytest.raises(UserError, match=f"stage 0 has more than {bound - 1} roots"):
+                check(replace(plan, roots_per_stage=bound - 1))
+
+
 def drop_part(plan: Plan, at: int) -> Plan:
     """A slice that nobody gets: its part and pieces are gone, and its bucket too if that is then empty."""
     p, n = plan.parts, at % len(plan.parts.tensor)
