@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moe_asyncrl.data.trajectory import SamplingMask
+from moe_asyncrl.replay.masks import Support, packed
 from moe_asyncrl.replay.rows import Owner, ReplayMismatch, padding_rows
 
 PADDING = "(padding)"
@@ -33,7 +35,9 @@ class Sample:
     """Of each trained token in the loss of the whole batch."""
     advantage: float = 0.0
     sampler_logprobs: npt.NDArray[np.float32] | None = None
-    """float32 [T], read where trained; None without a sampler."""
+    """float32 [T], read where trained: inside the mask where there is one; None without a sampler."""
+    mask: SamplingMask | None = None
+    """Ids that truncation kept, over the T tokens, checked; None where nothing was truncated."""
     experts: npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | None = None
     """[T - 1, L, K]; None where no row is known."""
     known: npt.NDArray[np.bool_] | None = None
@@ -75,6 +79,8 @@ class MicroBatch:
     real: int
     """Positions that are not padding: the first of the n."""
     owners: tuple[Owner, ...]
+    support: Support | None = None
+    """Ids that the sampler kept at the n positions; None where it kept all, and off the last pipeline stage."""
     rows: Tensor | None = None
     """integer [n, L, K]"""
     known: Tensor | None = None
@@ -102,6 +108,7 @@ def make_micro_batch(
     router: RouterShape | None = None,
     device: torch.device | None = None,
     rank: int = 0,
+    vocabulary: range | None = None,
 ) -> MicroBatch:
     """Pack samples. Without any it is a dummy of padding, which every rank needs to meet the others in collectives.
 
@@ -111,6 +118,7 @@ def make_micro_batch(
         router: given where routing rows are replayed.
         device: where the model is.
         rank: for messages.
+        vocabulary: ids of this rank's logits; None off the last pipeline stage, where sampling masks are left out.
 
     Raises:
         ReplayMismatch: a sample's routing rows do not have the shape that its tokens and the model ask for.
@@ -149,6 +157,11 @@ def make_micro_batch(
     )
     rows, known = (None, None) if router is None else _routing(samples, total, real, router, rank)
 
+    support = None
+    if vocabulary is not None and any(s.mask is not None for s in samples):
+        support = packed([s.mask for s in samples], [len(s.tokens) - 1 for s in samples], total).within(vocabulary)
+        support = support if device is None else support.to(device)
+
     def there(array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if device is None else tensor.to(device, non_blocking=True)
@@ -166,6 +179,7 @@ def make_micro_batch(
         samples=len(samples),
         real=real,
         owners=owners,
+        support=support,
         rows=rows,
         known=known,
     )

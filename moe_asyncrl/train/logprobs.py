@@ -7,26 +7,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_asyncrl.replay.masks import Support
+from moe_asyncrl.train.support import support_logprobs
+
 ENTROPY_ELEMENTS = 2**24
 """Logits looked at together for the entropy: bounds its extra memory."""
 
 
-def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Log-softmax at `temperature` of each position's label over the whole vocabulary, in float32.
+def token_logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    support: Support | None = None,
+    wanted: Tensor | None = None,
+) -> Tensor:
+    """Log-probability at `temperature` of each position's label, in float32.
 
-    Padding columns of the vocabulary are already out of the way: the model's output layer sets them very low.
+    Where the sampler truncated (`support`), it is renormalised over the ids that the sampler kept; elsewhere it is the
+    log-softmax over the whole vocabulary. Padding columns of the vocabulary are already out of the way: the model's
+    output layer sets them very low.
 
     Args:
         logits: [..., V / tp], this rank's part of the vocabulary, any float type.
         labels: int64 [...], global ids, the same on all tensor-parallel ranks.
         temperature: what the logits are divided by.
+        support: kept ids of the flattened positions; None if nothing was truncated.
+        wanted: bool, flat: with a support, positions outside are 0 instead of computed over the whole vocabulary.
 
     Returns:
         float32 [...], the same on all tensor-parallel ranks, differentiable.
     """
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    return -vocab_parallel_cross_entropy(_scaled(logits, temperature), labels)
+    if support is None:
+        return -vocab_parallel_cross_entropy(_scaled(logits, temperature), labels)
+    flat, targets = logits.flatten(0, -2), labels.flatten()
+    group = parallel_state.get_tensor_model_parallel_group()
+    found = support_logprobs(flat, targets, support, temperature=temperature, group=group)
+    whole = ~support.truncated if wanted is None else ~support.truncated & wanted
+    rest = whole.nonzero().flatten()
+    if len(rest):
+        over_all = -vocab_parallel_cross_entropy(_scaled(flat[rest], temperature), targets[rest])
+        found = found.index_put((rest,), over_all)
+    return found.view(labels.shape)
 
 
 @torch.no_grad()

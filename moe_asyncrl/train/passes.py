@@ -46,6 +46,16 @@ class ModelOnRank:
         return any(chunk.post_process for chunk in self.chunks)
 
     @property
+    def vocabulary(self) -> range | None:
+        """Token ids of the logits that come out here, those of padding included; None off the last stage."""
+        if not self.has_last_stage:
+            return None
+        tp = self.layout.tp
+        part = self.spec.padded_vocab_size(tp) // tp
+        first = self.layout.coordinates(self.rank).tp * part
+        return range(first, first + part)
+
+    @property
     def counts(self) -> bool:
         """True on the one rank of each data-parallel replica whose micro-batch sums are counted."""
         at = self.layout.coordinates(self.rank)

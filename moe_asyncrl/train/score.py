@@ -30,11 +30,13 @@ def logprobs_of_batches(
 ) -> tuple[list[Tensor] | None, ReplayStats | None]:
     """Log-probability of every label of this rank's micro-batches, float32 [n] each; None off the last pipeline stage.
 
+    Inside the micro-batch's support where the sampler truncated.
+
     Collective over the trainer's ranks.
     """
 
     def loss_of(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
-        found = token_logprobs(logits, batch.labels, temperature=temperature)[0]
+        found = token_logprobs(logits, batch.labels, temperature=temperature, support=batch.support)[0]
         return torch.zeros((), device=found.device), {"logprobs": found}
 
     with torch.no_grad():
@@ -52,6 +54,8 @@ def score(
     micro_batch_tokens: int = 8192,
 ) -> tuple[list[npt.NDArray[np.float32]], ReplayStats | None]:
     """Log-probability of every token of the samples; float32 [T] each, NaN for the first token. The same on all ranks.
+
+    It is renormalised inside a sample's mask where that has ids, else over the whole vocabulary.
 
     The second value is what this rank's routers counted; None in mode `off`.
 
@@ -72,7 +76,12 @@ def score(
     router = model.router_shape if mode != "off" else None
     batches = [
         make_micro_batch(
-            [samples[i] for i in numbers], multiple=model.multiple, router=router, device=model.device, rank=model.rank
+            [samples[i] for i in numbers],
+            multiple=model.multiple,
+            router=router,
+            device=model.device,
+            rank=model.rank,
+            vocabulary=model.vocabulary,
         )
         for numbers in mine
     ]

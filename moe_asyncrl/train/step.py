@@ -47,7 +47,9 @@ def gradients(
 
     def loss_of(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
         entropy = token_entropy(logits, temperature=objective.temperature, group=tp)[0] if objective.policy else None
-        logprobs = token_logprobs(logits, batch.labels, temperature=objective.temperature)[0]
+        logprobs = token_logprobs(
+            logits, batch.labels, temperature=objective.temperature, support=batch.support, wanted=batch.trained
+        )[0]
         loss, terms = objective(logprobs, batch)
         return loss, {"terms": terms, "entropy": None if entropy is None else (entropy * batch.trained).sum()}
 
