@@ -10,13 +10,6 @@ from moe_asyncrl.models.spec import ModelSpec
 
 def check_trainable(spec: ModelSpec, layout: Layout) -> None:
     """Raise UserError, naming the sizes, if `spec` cannot be trained under `layout`."""
-    check_builds(spec, layout)
-    if layout.cp > 1:
-        raise UserError("trainer.cp above 1: packed micro-batches are not cut for context parallelism yet; set it to 1")
-
-
-def check_builds(spec: ModelSpec, layout: Layout) -> None:
-    """Raise UserError, naming the sizes, if the model's layers cannot be built under `layout`."""
     check_layout(spec, layout)
     if spec.kept_mtp_layers:
         raise UserError(

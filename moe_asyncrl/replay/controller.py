@@ -7,6 +7,7 @@ recomputed, the row moves to the second, and the recomputation takes it from the
 enabled, the checkpointed forward pass without, so no schedule has to tell us which of the two it is.
 
 `observe` queues rows in the same way but routes live: it counts how far the trainer's own choice is from the rows.
+`record` routes live and keeps what was chosen, micro-batch by micro-batch, so that a later pass can replay it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moe_asyncrl.replay.rows import Owner, ReplayMismatch, check_rows
+from moe_asyncrl.replay.rows import Owner, ReplayMismatch, check_rows, name_of
 
-Mode = Literal["off", "replay", "observe"]
+Mode = Literal["off", "replay", "observe", "record"]
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -86,6 +87,8 @@ class RouterQueue:
         self._controller = controller
         self.forward: deque[_Entry] = deque()
         self.recompute: deque[_Entry] = deque()
+        self.recorded: list[Tensor] = []
+        """int32 [tokens, topk] of each micro-batch, in mode `record`."""
         self.clear()
 
     def get_replay_topk(
@@ -105,6 +108,11 @@ class RouterQueue:
         c = self._controller
         if c.mode == "off":
             return live()
+        if c.mode == "record":
+            chosen = live()
+            if not c.again:
+                self.recorded.append(chosen[1].to(torch.int32))
+            return chosen
         entry, first = self._next(scores.shape[0])
         indices = entry.rows.to(device=scores.device, dtype=torch.int64)
         if indices.shape != (scores.shape[0], topk):
@@ -131,7 +139,7 @@ class RouterQueue:
     def _next(self, tokens: int) -> tuple[_Entry, bool]:
         """The rows for this call, and whether it is the micro-batch's first pass through the router."""
         c = self._controller
-        again = c.recompute and torch.is_grad_enabled()
+        again = c.again
         queue = self.recompute if again else self.forward
         if not queue:
             raise ReplayMismatch(
@@ -173,6 +181,7 @@ class RouterQueue:
         """Forget rows and counts."""
         self.forward.clear()
         self.recompute.clear()
+        self.recorded.clear()
         self._decisions = self._missing = 0
         self._flips: list[Tensor] = []
         self._loads: list[Tensor] = []
@@ -181,15 +190,14 @@ class RouterQueue:
 class ReplayController:
     """All routers of one trainer rank.
 
-    `routers` are pairs of (global MoE layer, Megatron router) for the layers that this rank owns; `moe_layers` is the
-    number of MoE layers of the whole model. `recompute` says that the routers run again in the backward pass.
+    `routers` are pairs of (global MoE layer, Megatron router) for the layers that this rank owns. `recompute` says that
+    the routers run again in the backward pass.
     """
 
     def __init__(
         self,
         routers: Sequence[tuple[int, Any]],
         *,
-        moe_layers: int,
         num_experts: int,
         experts_per_token: int,
         recompute: bool,
@@ -198,7 +206,6 @@ class ReplayController:
         self.mode: Mode = "off"
         self.recompute = recompute
         self.rank = rank
-        self._moe_layers = moe_layers
         self.num_experts = num_experts
         self._top_k = experts_per_token
         self._queues = [RouterQueue(layer, self) for layer, _ in routers]
@@ -210,6 +217,12 @@ class ReplayController:
         """Global numbers of this rank's MoE layers."""
         return tuple(q.layer for q in self._queues)
 
+    @property
+    def again(self) -> bool:
+        """Whether a router that is called now is called for the second time: layers that are recomputed run without
+        gradients at first."""
+        return self.recompute and torch.is_grad_enabled()
+
     def push(
         self,
         rows: Tensor,
@@ -220,32 +233,49 @@ class ReplayController:
         counted: Tensor | None = None,
         allow_missing: bool = False,
     ) -> None:
-        """Queue one micro-batch: integer rows [tokens, moe_layers, K] and known bool [tokens] of the tokens that this
-        rank routes, in the order in which its routers see them.
+        """Queue one micro-batch: integer rows [tokens, this rank's MoE layers, K] and known bool [tokens] of the tokens
+        that this rank routes, in the order in which its routers see them.
 
         `backward` is False for a forward-only pass. `counted` bool [tokens] leaves padding out of the statistics.
         Raises `ReplayMismatch` for rows that cannot be (shape, range, duplicates) or are missing without permission.
         """
-        if rows.shape[1:] != (self._moe_layers, self._top_k):
+        if rows.shape[1:] != (len(self._queues), self._top_k):
             raise ReplayMismatch(
-                f"rank {self.rank}: rows of {list(rows.shape[1:])} given, the model has {self._moe_layers} MoE layers "
-                f"with {self._top_k} experts a token"
+                f"rank {self.rank}: rows of {list(rows.shape[1:])} given, this rank has {len(self._queues)} MoE layers "
+                f"{list(self.layers)} with {self._top_k} experts a token"
             )
         if not allow_missing and not bool(known.all()):
             token = int((~known).nonzero()[0])
-            owner = next((o.name for o in owners if o.start <= token < o.end), "?")
             raise ReplayMismatch(
-                f"trajectory {owner}, rank {self.rank}: routing of token {token} of the micro-batch is missing; "
+                f"{name_of(owners, token)}, MoE layers {list(self.layers)}, rank {self.rank}: the routing is missing; "
                 "set replay.allow_missing to route it live"
             )
-        mine = rows[:, list(self.layers)] if len(self._queues) != self._moe_layers else rows
-        check_rows(mine, known, owners, num_experts=self.num_experts, layers=self.layers, rank=self.rank)
+        check_rows(rows, known, owners, num_experts=self.num_experts, layers=self.layers, rank=self.rank)
         counted = torch.ones_like(known) if counted is None else counted
         label = ", ".join(f"trajectory {o.name}" for o in owners[:3]) + (" and more" if len(owners) > 3 else "")
         total, missing, all_known = int(counted.sum()), int((counted & ~known).sum()), bool(known.all())
         again = self.recompute and backward
         for i, queue in enumerate(self._queues):
-            queue.forward.append(_Entry(mine[:, i], known, counted, total, missing, all_known, label, again))
+            queue.forward.append(_Entry(rows[:, i], known, counted, total, missing, all_known, label, again))
+
+    def take_recorded(self, micro_batches: int) -> list[Tensor]:
+        """After a pass in mode `record`: int32 [tokens, this rank's MoE layers, K] of each micro-batch, on the CPU.
+
+        Raises `ReplayMismatch` naming layer and rank if a router was not called once for each; forgets them either way.
+        """
+        try:
+            for q in self._queues:
+                if len(q.recorded) != micro_batches:
+                    raise ReplayMismatch(
+                        f"MoE layer {q.layer}, rank {self.rank}: the router was called {len(q.recorded)} times for "
+                        f"{micro_batches} micro-batches, so its choice cannot be replayed"
+                    )
+            if not self._queues:
+                return [torch.zeros((0, 0, self._top_k), dtype=torch.int32)] * micro_batches
+            return [torch.stack([q.recorded[i] for q in self._queues], dim=1).cpu() for i in range(micro_batches)]
+        finally:
+            for q in self._queues:
+                q.recorded.clear()
 
     def finish(self) -> ReplayStats:
         """End a pass: every row must have been used once forward, and once in recomputation where there is one.

@@ -23,11 +23,16 @@ class ReplayMismatch(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """Tokens [start, end) of a micro-batch belong to one trajectory (or to padding)."""
+    """Tokens [start, end) of a micro-batch are consecutive ones of a trajectory (or padding).
+
+    A trajectory may own several such runs: a context-parallel rank holds two parts of each.
+    """
 
     name: str
     start: int
     end: int
+    first: int = 0
+    """Number of the routing row that belongs to token `start`."""
 
 
 def padding_rows(tokens: int, layers: int, top_k: int, num_experts: int) -> Tensor:
@@ -74,19 +79,22 @@ def name_of(owners: Sequence[Owner], token: int) -> str:
     """`trajectory X, row i` for a token of a micro-batch."""
     for o in owners:
         if o.start <= token < o.end:
-            return f"trajectory {o.name}, row {token - o.start}"
+            return f"trajectory {o.name}, row {o.first + token - o.start}"
     return f"token {token} of the micro-batch"
 
 
-def sequence_parallel_slice(tokens: int, tp_rank: int, tp: int) -> slice:
-    """Tokens that one tensor-parallel rank routes under sequence parallelism: a contiguous part of the packed tokens.
-
-    Raises ValueError unless `tp` divides `tokens`.
-    """
-    if tokens % tp:
-        raise ValueError(f"{tokens} packed tokens are not divisible by tensor parallelism {tp}")
-    part = tokens // tp
-    return slice(tp_rank * part, (tp_rank + 1) * part)
+def owners_within(owners: Sequence[Owner], part: slice) -> tuple[Owner, ...]:
+    """The owners of the tokens [part.start, part.stop), counted from the part's start."""
+    return tuple(
+        Owner(
+            o.name,
+            max(o.start, part.start) - part.start,
+            min(o.end, part.stop) - part.start,
+            o.first + max(0, part.start - o.start),
+        )
+        for o in owners
+        if o.end > part.start and o.start < part.stop
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,6 @@ from moe_asyncrl.config.capability import Capabilities
 from moe_asyncrl.config.recipe import Optimizer as OptimizerSettings
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
-from moe_asyncrl.models.trainable import check_trainable
 from moe_asyncrl.train.passes import ModelOnRank, set_gradient_reduction
 
 Recompute = Literal["off", "selective", "full"]
@@ -48,7 +47,6 @@ def build_model_on_rank(
     from moe_asyncrl.train.model import build_model, wrap_ddp
     from moe_asyncrl.train.replay_hooks import attach_replay
 
-    check_trainable(spec, layout)
     if recompute != "off":
         build["recompute"] = recompute
     chunks = build_model(spec, layout, capabilities, dtype=dtype, **build)
@@ -64,15 +62,7 @@ def build_model_on_rank(
         rank=rank,
         chunks=chunks,
         ddp=wrap_ddp(chunks, distributed_optimizer=distributed_optimizer),
-        replay=attach_replay(
-            chunks,
-            spec,
-            layout,
-            pp_rank=layout.coordinates(rank).pp,
-            # Selective recomputation runs attention again, not the routers.
-            recompute=recompute == "full",
-            rank=rank,
-        ),
+        replay=attach_replay(chunks, spec, layout, pp_rank=layout.coordinates(rank).pp, rank=rank),
         device=device,
     )
     set_gradient_reduction(model)

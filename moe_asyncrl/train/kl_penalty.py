@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_asyncrl.algorithms.kl import Estimator, kl_estimate
-from moe_asyncrl.train.batch import MicroBatch
+from moe_asyncrl.train.batch import PADDING, MicroBatch
 from moe_asyncrl.train.passes import ModelOnRank
 
 
@@ -40,8 +40,9 @@ def trajectory_kl(
             assert ours is not None and batch.reference_logprobs is not None
             each = kl_estimate(ours.double(), batch.reference_logprobs.double(), estimator)
             each = torch.where(batch.trained, each, 0.0)
-            for owner in batch.owners[: batch.samples]:
-                sums[place[owner.name]] = each[owner.start : owner.end].sum()
+            for owner in batch.owners:
+                if owner.name != PADDING:
+                    sums[place[owner.name]] += each[owner.start : owner.end].sum()
     dist.all_reduce(sums)
     return dict(zip(place, sums.tolist(), strict=True))
 
@@ -49,5 +50,6 @@ def trajectory_kl(
 def set_advantages(batches: Sequence[MicroBatch], advantages: Mapping[str, float]) -> None:
     """Give every position of a trajectory the advantage under its name."""
     for batch in batches:
-        for owner in batch.owners[: batch.samples]:
-            batch.advantages[owner.start : owner.end] = advantages[owner.name]
+        for owner in batch.owners:
+            if owner.name != PADDING:
+                batch.advantages[owner.start : owner.end] = advantages[owner.name]

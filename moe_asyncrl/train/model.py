@@ -10,7 +10,7 @@ from moe_asyncrl.config.capability import Capabilities, choose
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
-from moe_asyncrl.models.trainable import check_builds
+from moe_asyncrl.models.trainable import check_trainable
 from moe_asyncrl.train.specs import config_fields
 from moe_asyncrl.train.specs.positions import position_arguments, yarn_attributes
 
@@ -36,7 +36,7 @@ def transformer_config(
     Raises:
         UserError: the model does not fit the layout.
     """
-    check_builds(spec, layout)
+    check_trainable(spec, layout)
     choices = choose(capabilities)
     splits_biases = spec.linear_biases and layout.etp > 1
     if splits_biases and choices.layers == "transformer_engine":

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.replay.controller import Mode, ReplayController, ReplayStats
-from moe_asyncrl.replay.rows import Owner, ReplayMismatch, sequence_parallel_slice
+from moe_asyncrl.replay.rows import ReplayMismatch, padding_rows
 from moe_asyncrl.train.batch import MicroBatch, RouterShape
 
 LossOf = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Any]]]
@@ -57,9 +57,13 @@ class ModelOnRank:
 
     @property
     def counts(self) -> bool:
-        """True on the one rank of each data-parallel replica whose micro-batch sums are counted."""
-        at = self.layout.coordinates(self.rank)
-        return self.has_last_stage and at.tp == 0 and at.cp == 0
+        """True on the ranks whose micro-batch sums are counted: each position of a replica stands on one of them."""
+        return self.has_last_stage and self.layout.coordinates(self.rank).tp == 0
+
+    @property
+    def counts_trajectories(self) -> bool:
+        """True on the one of them, in each replica, that counts what is said of whole trajectories."""
+        return self.counts and self.layout.coordinates(self.rank).cp == 0
 
     @property
     def router_shape(self) -> RouterShape | None:
@@ -67,12 +71,8 @@ class ModelOnRank:
         s = self.spec
         if not s.is_moe:
             return None
-        return RouterShape(layers=s.num_moe_layers, experts=s.num_experts, top_k=s.experts_per_token)
-
-    @property
-    def multiple(self) -> int:
-        """A micro-batch's positions are a multiple of it."""
-        return self.layout.tp
+        own = None if self.replay is None else self.replay.layers
+        return RouterShape(layers=s.num_moe_layers, experts=s.num_experts, top_k=s.experts_per_token, own=own)
 
 
 def run_passes(
@@ -94,7 +94,8 @@ def run_passes(
         batches: as many on every rank.
         loss_of: called once for each micro-batch on the last pipeline stage.
         forward_only: no gradients.
-        mode: what routers do with the rows of the micro-batches.
+        mode: what routers do with the rows of the micro-batches; `record` (without gradients) routes live, and puts
+            what was chosen into the micro-batches, as rows for later passes.
         allow_missing: route tokens without a row live.
 
     Returns:
@@ -105,11 +106,13 @@ def run_passes(
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    if mode == "record" and not forward_only:
+        raise ValueError("routing is recorded in a pass without gradients")
     replay = model.replay
     if replay is not None:
         replay.mode = mode
     push = None
-    if replay is not None and mode != "off":
+    if replay is not None and mode in ("replay", "observe"):
         push = partial(_push, replay, model, backward=not forward_only, allow_missing=allow_missing)
     if not forward_only:
         for wrapped in model.ddp:
@@ -117,7 +120,7 @@ def run_passes(
     chunks = model.ddp
     try:
         reports: list[dict[str, Any]] = get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, push=push, loss_of=loss_of),
+            forward_step_func=partial(_forward_step, model, push=push, loss_of=loss_of),
             data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(batches),
@@ -125,6 +128,8 @@ def run_passes(
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        if replay is not None and mode == "record":
+            _keep(model, batches, replay.take_recorded(len(batches)))
         stats = replay.finish() if replay is not None and mode != "off" else None
     except BaseException:
         if replay is not None:
@@ -138,7 +143,12 @@ def run_passes(
 
 
 def _forward_step(
-    batches: Iterator[MicroBatch], model: Any, *, push: Callable[[MicroBatch], None] | None, loss_of: LossOf
+    rank: ModelOnRank,
+    batches: Iterator[MicroBatch],
+    model: Any,
+    *,
+    push: Callable[[MicroBatch], None] | None,
+    loss_of: LossOf,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -153,7 +163,8 @@ def _forward_step(
         max_seqlen_q=batch.longest,
         max_seqlen_kv=batch.longest,
     )
-    output = model(batch.tokens, batch.positions, None, packed_seq_params=packed)
+    options = {} if rank.replay is None else {"padding_mask": _padding_for(model.module, batch)}
+    output = model(batch.tokens, batch.positions, None, packed_seq_params=packed, **options)
 
     def loss(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         value, report = loss_of(logits, batch)
@@ -169,21 +180,35 @@ def _push(
     """Queue this rank's slice of a micro-batch's routing rows."""
     if batch.rows is None or batch.known is None:
         raise ValueError("a micro-batch without routing rows cannot be replayed")
-    mine = sequence_parallel_slice(batch.length, model.layout.coordinates(model.rank).tp, model.layout.tp)
-    counted = torch.arange(mine.start, mine.stop) < batch.real
-    owners = [
-        Owner(o.name, max(o.start, mine.start) - mine.start, min(o.end, mine.stop) - mine.start)
-        for o in batch.owners
-        if o.end > mine.start and o.start < mine.stop
-    ]
     replay.push(
-        batch.rows[mine],
-        batch.known[mine],
-        owners,
+        batch.rows,
+        batch.known,
+        batch.routed_owners,
         backward=backward,
-        counted=counted,
+        counted=batch.counted,
         allow_missing=allow_missing,
     )
+
+
+def _keep(model: ModelOnRank, batches: Sequence[MicroBatch], recorded: Sequence[Tensor]) -> None:
+    """Make what the routers chose the rows of the micro-batches; padding gets distinct experts, evenly spread."""
+    for batch, rows in zip(batches, recorded, strict=True):
+        padding = ~batch.counted
+        if rows.shape[1]:
+            count = int(padding.sum())
+            spread = padding_rows(count, rows.shape[1], model.spec.experts_per_token, model.spec.num_experts)
+            rows[padding] = spread.to(rows.dtype)
+        else:  # a stage of dense layers alone
+            rows = rows.new_zeros((len(padding), *rows.shape[1:]))
+        batch.rows, batch.known = rows, torch.ones_like(padding)
+
+
+def _padding_for(chunk: Any, batch: MicroBatch) -> Tensor:
+    """bool [1, positions]: the padding, which routers leave out of their statistics.
+
+    Megatron-Core cuts it for sequence parallelism where the embedding is, and nowhere else.
+    """
+    return batch.padding[None] if chunk.pre_process else batch.padding[None, batch.at.routed]
 
 
 def set_gradient_reduction(model: ModelOnRank) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 import torch
 
@@ -17,7 +18,9 @@ from moe_asyncrl.models.counts import active_parameters
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.train.pack import Packing, pack
+from moe_asyncrl.train.rank_positions import whole_length
 
+OtherVersion = Literal["use", "mask", "drop"]
 REWARD = "total"
 """The reward that training uses."""
 
@@ -49,6 +52,8 @@ class BatchPlan:
     """Groups without any difference in reward: nothing is learnt from them (but by a KL in the reward)."""
     unscored: int
     """Trajectories left out because their score failed."""
+    dropped: int = 0
+    """Trajectories left out because some of their routing rows are of other weights."""
 
 
 def crossover_length(spec: ModelSpec) -> int:
@@ -68,10 +73,13 @@ def plan_batch(
     *,
     micro_batch_tokens: int,
     crossover: int | None = None,
+    other_version: OtherVersion = "use",
 ) -> BatchPlan:
     """Advantages over whole groups, then updates of whole groups, then a packing for each.
 
-    Trajectories without a score or without a sampled token are left out.
+    Trajectories without a score or without a sampled token are left out. `other_version`: what is done with routing
+    rows of other weights than their token's: `mask` leaves those tokens out of the loss, `drop` the whole trajectory
+    out of the update (its reward still counts in its group's advantages).
 
     Raises:
         ContractViolation: a header of another schema.
@@ -84,25 +92,27 @@ def plan_batch(
     advantages = list(advantages_of(groups, algorithm).values())
     learnt_from = {m for a, m in zip(advantages, member, strict=True) if a}
 
+    drop = other_version == "drop"
+    tokens = [h.sampled - (h.other_version_sampled if other_version == "mask" else 0) for h in headers]
     updates = []
     for part in split_evenly(len(groups), algorithm.updates_per_batch):
         chosen = [
             i
             for i, (h, m) in enumerate(zip(headers, member, strict=True))
-            if m in part and REWARD in h.rewards and h.sampled > 0 and h.length > 1
+            if m in part and REWARD in h.rewards and tokens[i] > 0 and h.length > 1
+            if not (drop and h.other_version_rows)
         ]
-        counts = torch.tensor([headers[i].sampled for i in chosen], dtype=torch.int64)
+        counts = torch.tensor([tokens[i] for i in chosen], dtype=torch.int64)
         updates.append(
             UpdatePlan(
                 headers=tuple(headers[i] for i in chosen),
                 advantages=tuple(advantages[i] for i in chosen),
                 weights=tuple(token_weights(counts, algorithm.aggregation).tolist()),
-                packing=pack(
+                packing=packing_for(
                     [headers[i].length - 1 for i in chosen],
-                    dp=layout.dp,
+                    layout,
                     micro_batch_tokens=micro_batch_tokens,
                     crossover=crossover,
-                    multiple=micro_batch_multiple(layout),
                 ),
             )
         )
@@ -112,6 +122,7 @@ def plan_batch(
         reward_std=float(known.std(correction=0)) if known.numel() else None,
         uniform_groups=len(groups) - len(learnt_from),
         unscored=len(headers) - known.numel(),
+        dropped=sum(drop and h.other_version_rows > 0 for h in headers),
     )
 
 
@@ -133,6 +144,22 @@ def advantages_of(
     )
     found = group_advantages(rewards, member, scored, normalize_std=algorithm.normalize_std)
     return dict(zip(names, found.tolist(), strict=True))
+
+
+def packing_for(
+    lengths: Sequence[int], layout: Layout, *, micro_batch_tokens: int, crossover: int | None = None
+) -> Packing:
+    """Micro-batches of sequences of `lengths` input tokens, at most `micro_batch_tokens` of them on one rank.
+
+    A rank holds 1 / cp of each sequence, so a micro-batch is cp times as long. See `pack` for the rest.
+    """
+    return pack(
+        [whole_length(n, layout) for n in lengths],
+        dp=layout.dp,
+        micro_batch_tokens=micro_batch_tokens * layout.cp,
+        crossover=crossover,
+        multiple=micro_batch_multiple(layout),
+    )
 
 
 def micro_batch_multiple(layout: Layout) -> int:

@@ -21,7 +21,7 @@ from moe_asyncrl.replay.controller import Mode
 from moe_asyncrl.replay.rows import Coverage
 from moe_asyncrl.train.batch import MicroBatch
 from moe_asyncrl.train.build import TrainState
-from moe_asyncrl.train.fetch import coverage_of, fields_for, micro_batches_from
+from moe_asyncrl.train.fetch import coverage_of, fetch_rows, fields_for, micro_batches_from
 from moe_asyncrl.train.kl_penalty import set_advantages, trajectory_kl
 from moe_asyncrl.train.metrics import StepMetrics, combined
 from moe_asyncrl.train.objective import PolicyObjective
@@ -59,13 +59,23 @@ def policy_step(
             model.layout,
             micro_batch_tokens=r.trainer.micro_batch_tokens,
             crossover=crossover_length(model.spec),
+            other_version=r.replay.other_version if replay else "use",
         )
         prepared = []
         for part in plan.updates:
             headers = [part.headers[i] for i in part.of_rank(model.layout.coordinates(model.rank).dp)]
-            arrays = client.fetch(step, headers, fields_for(model, replay=replay))
-            batches = micro_batches_from(part, arrays, model, replay=replay, allow_missing=allow_missing)
-            rows = coverage_of(headers, arrays) if model.counts and model.spec.is_moe else Coverage(0, 0, 0)
+            arrays = client.fetch(step, headers, fields_for(model))
+            batches = micro_batches_from(
+                part,
+                arrays,
+                model,
+                rows=fetch_rows(client, step, part, groups, arrays, model) if replay else None,
+                allow_missing=allow_missing,
+                temperature=r.rollout.temperature,
+                mask_other=replay and r.replay.other_version == "mask",
+            )
+            counted = model.counts_trajectories and model.spec.is_moe
+            rows = coverage_of(headers, arrays) if counted else Coverage(0, 0, 0)
             prepared.append((batches, rows))
     everything = [batch for batches, _ in prepared for batch in batches]
     add_passes(recipe, state, groups, plan, everything, mode=mode, reference=reference)

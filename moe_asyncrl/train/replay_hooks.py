@@ -42,17 +42,23 @@ def routers_of(chunks: Sequence[Any], spec: ModelSpec, layout: Layout, pp_rank: 
     return sorted(found, key=lambda pair: pair[0])
 
 
+def routers_run_again(config: Any) -> bool:
+    """Whether Megatron-Core's `TransformerConfig` has routers run a second time in the backward pass."""
+    if config.recompute_granularity == "selective":
+        return "moe" in config.recompute_modules
+    return bool(config.recompute_granularity == "full")
+
+
 def attach_replay(
-    chunks: Sequence[Any], spec: ModelSpec, layout: Layout, *, pp_rank: int, recompute: bool, rank: int
+    chunks: Sequence[Any], spec: ModelSpec, layout: Layout, *, pp_rank: int, rank: int
 ) -> ReplayController | None:
     """A controller on all routers of this rank; None for a model without experts. Its mode is `off` at first."""
     if not spec.is_moe:
         return None
     return ReplayController(
         routers_of(chunks, spec, layout, pp_rank),
-        moe_layers=spec.num_moe_layers,
         num_experts=spec.num_experts,
         experts_per_token=spec.experts_per_token,
-        recompute=recompute,
+        recompute=routers_run_again(chunks[0].config),
         rank=rank,
     )

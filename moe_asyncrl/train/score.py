@@ -15,9 +15,8 @@ from torch import Tensor
 from moe_asyncrl.replay.controller import Mode, ReplayStats
 from moe_asyncrl.train.batch import MicroBatch, Sample, make_micro_batch
 from moe_asyncrl.train.logprobs import token_logprobs
-from moe_asyncrl.train.pack import pack
 from moe_asyncrl.train.passes import ModelOnRank, run_passes
-from moe_asyncrl.train.plan import micro_batch_multiple
+from moe_asyncrl.train.plan import packing_for
 
 
 def logprobs_of_batches(
@@ -65,19 +64,13 @@ def score(
         ReplayMismatch: routing rows do not fit, or are missing without permission (modes `replay` and `observe`).
     """
     lengths = [len(s.tokens) - 1 for s in samples]
-    at = model.layout.coordinates(model.rank)
-    packing = pack(
-        lengths,
-        dp=model.layout.dp,
-        micro_batch_tokens=micro_batch_tokens,
-        multiple=micro_batch_multiple(model.layout),
-    )
-    mine = packing.ranks[at.dp]
+    packing = packing_for(lengths, model.layout, micro_batch_tokens=micro_batch_tokens)
+    mine = packing.ranks[model.layout.coordinates(model.rank).dp]
     router = model.router_shape if mode != "off" else None
     batches = [
         make_micro_batch(
             [samples[i] for i in numbers],
-            multiple=model.multiple,
+            layout=model.layout,
             router=router,
             device=model.device,
             rank=model.rank,
@@ -87,14 +80,14 @@ def score(
     ]
     found, stats = logprobs_of_batches(model, batches, temperature=temperature, mode=mode, allow_missing=allow_missing)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    # One rank of each data-parallel replica has the numbers; summed with the zeros of all others, everyone has them.
+    # Each position stands on one rank that counts; summed with the zeros of all others, everyone has everything.
     everything = torch.zeros(int(starts[-1]), dtype=torch.float32, device=model.device)
     if model.counts and found is not None:
-        for numbers, values in zip(mine, found, strict=True):
-            place = 0
-            for i in numbers:
-                everything[starts[i] : starts[i + 1]] = values[place : place + lengths[i]]
-                place += lengths[i]
+        for numbers, batch, values in zip(mine, batches, found, strict=True):
+            real = batch.at.real
+            # Behind the last one: the sequence of padding.
+            place = starts[[*numbers, -1]][batch.at.sequence[real]] + batch.at.position[real]
+            everything[torch.from_numpy(place).to(model.device)] = values[~batch.padding]
     dist.all_reduce(everything)
     flat = everything.cpu().numpy()
     whole = [np.concatenate([[np.float32("nan")], flat[a:b]]).astype(np.float32) for a, b in pairwise(starts)]

@@ -16,9 +16,8 @@ from moe_asyncrl.data.prompts import Prompt
 from moe_asyncrl.data.sources.opening import open_prompts
 from moe_asyncrl.models.tokenizer import Chat, Tokenizer
 from moe_asyncrl.train.batch import MicroBatch, Sample, make_micro_batch
-from moe_asyncrl.train.pack import pack
 from moe_asyncrl.train.passes import ModelOnRank
-from moe_asyncrl.train.plan import micro_batch_multiple
+from moe_asyncrl.train.plan import packing_for
 
 REMEMBERED_TOKENS = 1 << 22
 """Bound on the tokens of examples that are kept encoded."""
@@ -116,15 +115,10 @@ def encode_example(prompt: Prompt, tokenizer: Tokenizer, chat: Chat, max_context
 
 def micro_batches_of(model: ModelOnRank, samples: Sequence[Sample], *, micro_batch_tokens: int) -> list[MicroBatch]:
     """This rank's micro-batches of samples that every rank has; without routing rows."""
-    packing = pack(
-        [len(s.tokens) - 1 for s in samples],
-        dp=model.layout.dp,
-        micro_batch_tokens=micro_batch_tokens,
-        multiple=micro_batch_multiple(model.layout),
-    )
+    packing = packing_for([len(s.tokens) - 1 for s in samples], model.layout, micro_batch_tokens=micro_batch_tokens)
     mine = packing.ranks[model.layout.coordinates(model.rank).dp]
     return [
-        make_micro_batch([samples[i] for i in numbers], multiple=model.multiple, device=model.device, rank=model.rank)
+        make_micro_batch([samples[i] for i in numbers], layout=model.layout, device=model.device, rank=model.rank)
         for numbers in mine
     ]
 

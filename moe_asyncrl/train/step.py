@@ -35,7 +35,7 @@ def gradients(
 ) -> Totals:
     """Gradients of the batch's loss, left in the DDP buffers; the figures, summed over all ranks.
 
-    `counted`: routing rows of this rank's trajectories, given where `model.counts`.
+    `counted`: routing rows of this rank's trajectories, given where `model.counts_trajectories`.
 
     Raises:
         TrainingDiverged: the loss is not finite.
@@ -55,7 +55,7 @@ def gradients(
 
     reports, stats = run_passes(model, batches, loss_of, forward_only=False, mode=mode, allow_missing=allow_missing)
     mine = _totals(model, batches, reports, stats)
-    if counted is not None and model.counts:
+    if counted is not None and model.counts_trajectories:
         mine.add(
             {
                 "rows": float(counted.rows),
@@ -117,7 +117,9 @@ def _totals(
     if model.counts:
         for batch, report in zip(batches, reports, strict=True):
             report["terms"].into(totals)
-            counts = {"sequences": batch.samples, "positions": batch.length, "real_positions": batch.real}
+            counts = {"positions": batch.length, "real_positions": batch.real}
+            if model.counts_trajectories:
+                counts["sequences"] = batch.samples
             totals.add({name: float(value) for name, value in counts.items()})
             if report["entropy"] is not None:
                 totals.add({"entropy": float(report["entropy"])})

@@ -37,7 +37,6 @@ def test_a_model_that_fits_is_accepted(model: Path) -> None:
     [
         ({"trainer": Trainer(tp=3)}, "tp 3 is not a multiple of 2 key/value heads"),
         ({"trainer": Trainer(tp=4)}, "key/value heads 2 is not a multiple of tp 4"),
-        ({"trainer": Trainer(cp=2)}, r"trainer\.cp above 1"),
         ({"trainer": Trainer(dp=3, ep=3, etp=1)}, "experts do not split evenly over ep 3"),
         ({"engine": Engine(tp=3)}, r"engine\.tp is 3, but the model's 4 attention heads"),
         ({"engine": Engine(tp=12, ep=3)}, r"engine\.tp is 12"),

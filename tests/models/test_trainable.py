@@ -10,7 +10,7 @@ import pytest
 from moe_asyncrl.config.recipe import Trainer
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.layout import Layout
-from moe_asyncrl.models.trainable import check_builds, check_trainable
+from moe_asyncrl.models.trainable import check_trainable
 from tests.models.test_shards import small_spec
 
 DENSE: dict[str, Any] = {"moe_layers": (False, False), "num_experts": 0, "moe_intermediate_size": 0}
@@ -27,7 +27,6 @@ DENSE: dict[str, Any] = {"moe_layers": (False, False), "num_experts": 0, "moe_in
         ({"intermediate_size": 33}, Trainer(tp=2), "intermediate_size 33 is not a multiple of tp 2"),
         ({"moe_intermediate_size": 33}, Trainer(tp=2), "moe_intermediate_size 33 is not a multiple of etp 2"),
         (DENSE, Trainer(dp=2, ep=2, etp=1), "has no experts; use ep 1"),
-        ({}, Trainer(cp=2), r"trainer\.cp above 1"),
         ({"mtp_layers": 1, "mtp": "keep"}, Trainer(), "does not carry multi-token-prediction layers yet; say `drop`"),
         ({}, Trainer(pp=2, stage_layers=(1, 2)), "stage_layers has 3 layers, the model 2"),
     ],
@@ -37,8 +36,8 @@ def test_a_layout_that_cannot_be_trained_is_refused(changes: dict[str, Any], tra
         check_trainable(dataclasses.replace(small_spec(), **changes), Layout.of(trainer))
 
 
-def test_what_only_packing_rules_out_can_still_be_built() -> None:
-    check_builds(small_spec(), Layout(cp=2))
+def test_context_parallelism_can_be_trained() -> None:
+    check_trainable(small_spec(), Layout(cp=2))
 
 
 def test_expert_tensor_parallelism_follows_tp_unless_given() -> None:

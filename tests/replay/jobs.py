@@ -12,7 +12,7 @@ from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.train.batch import MicroBatch, Sample, make_micro_batch
 from moe_asyncrl.train.objective import PolicyObjective
-from moe_asyncrl.train.pack import pack
+from moe_asyncrl.train.plan import packing_for
 from tests.pool.machine import CPU
 
 OBJECTIVE = PolicyObjective(clip_low=0.2, clip_high=0.28, importance_cap=2.0, temperature=1.0)
@@ -37,19 +37,15 @@ def build(layout: Layout, hf_dir: str, *, recompute: str = "off") -> Any:
     )
 
 
-def batches_of(given: list[Sample], model: Any, *, tokens: int) -> list[MicroBatch]:
+def batches_of(given: list[Sample], model: Any, *, tokens: int, multiple: int = 8) -> list[MicroBatch]:
     """This rank's micro-batches, padding included."""
     layout: Layout = model.layout
-    packing = pack(
-        [len(s.tokens) - 1 for s in given],
-        dp=layout.dp,
-        micro_batch_tokens=tokens,
-        multiple=layout.pp if layout.vpp else 1,
-    )
-    mine = packing.ranks[layout.coordinates(model.rank).dp]
+    packing = packing_for([len(s.tokens) - 1 for s in given], layout, micro_batch_tokens=tokens)
     return [
-        make_micro_batch([given[i] for i in numbers], multiple=4 * layout.tp, router=model.router_shape)
-        for numbers in mine
+        make_micro_batch(
+            [given[i] for i in numbers], layout=layout, rank=model.rank, multiple=multiple, router=model.router_shape
+        )
+        for numbers in packing.ranks[layout.coordinates(model.rank).dp]
     ]
 
 
@@ -87,7 +83,6 @@ def replayed(
     model = build(layout, hf_dir, recompute=recompute)
     perturb(model, scale)
     batches = batches_of(given, model, tokens=tokens)
-    at = layout.coordinates(model.rank)
     # The forward pass of a recomputed layer runs without gradients, its recomputation with them: two lists, each in
     # the order of the micro-batches.
     calls: dict[tuple[int, bool], list[torch.Tensor]] = {}
@@ -106,11 +101,10 @@ def replayed(
     assert len(calls) == (2 if recompute == "full" else 1) * len(hooks)
     for (layer, _), maps in calls.items():
         for used, batch in zip(maps, batches, strict=True):
-            part = batch.length // layout.tp
-            for owner in batch.owners:
-                for t in range(max(owner.start, at.tp * part), min(owner.end, (at.tp + 1) * part)):
-                    experts = tuple(used[t - at.tp * part].nonzero().flatten().tolist())
-                    seen.setdefault((owner.name, t - owner.start, layer), []).append(experts)
+            for owner in batch.routed_owners:
+                for t in range(owner.start, owner.end):
+                    experts = tuple(used[t].nonzero().flatten().tolist())
+                    seen.setdefault((owner.name, owner.first + t - owner.start, layer), []).append(experts)
     gates = {
         layer: float(
             (router.weight.main_grad if hasattr(router.weight, "main_grad") else router.weight.grad).abs().max()

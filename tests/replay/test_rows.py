@@ -15,8 +15,9 @@ from moe_asyncrl.replay.rows import (
     ReplayMismatch,
     check_rows,
     coverage,
+    name_of,
+    owners_within,
     padding_rows,
-    sequence_parallel_slice,
 )
 
 OWNERS = [Owner("a", 0, 3), Owner("b", 3, 5)]
@@ -58,10 +59,11 @@ def test_padding_rows_are_distinct_and_spread(tokens: int, layers: int, top_k: i
     assert int(load.max() - load.min()) <= 1
 
 
-@given(st.integers(1, 8), st.integers(1, 16))
-def test_sequence_parallel_slices_cover_every_token_once(tp: int, part: int) -> None:
-    covered = [t for rank in range(tp) for t in range(*sequence_parallel_slice(tp * part, rank, tp).indices(tp * part))]
-    assert covered == list(range(tp * part))
+def test_owners_of_a_part_keep_their_rows() -> None:
+    owners = [Owner("a", 0, 3, 4), Owner("a", 3, 5, 10), Owner("b", 5, 8)]
+    assert owners_within(owners, slice(1, 6)) == (Owner("a", 0, 2, 5), Owner("a", 2, 4, 10), Owner("b", 4, 5, 0))
+    assert owners_within(owners, slice(6, 8)) == (Owner("b", 0, 2, 1),)
+    assert name_of(owners, 4) == "trajectory a, row 11"
 
 
 def test_coverage_compares_each_row_with_the_weights_of_its_token() -> None:

@@ -14,9 +14,9 @@ from moe_asyncrl.algorithms.kl import Estimator
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.replay.controller import Mode
-from moe_asyncrl.train.batch import MicroBatch, Sample, make_micro_batch
+from moe_asyncrl.train.batch import MicroBatch, RouterShape, Sample, make_micro_batch
 from moe_asyncrl.train.objective import PolicyObjective
-from moe_asyncrl.train.pack import pack
+from moe_asyncrl.train.plan import packing_for
 from tests.pool.machine import CPU
 from tests.train.parity_jobs import tiny_spec
 from tests.train.sharded import Part, fill, over_vocabulary, relative
@@ -59,19 +59,21 @@ def micro_batches(
     given: list[Sample], spec: ModelSpec, layout: Layout, *, tokens: int, replay: bool
 ) -> list[MicroBatch]:
     """This rank's micro-batches."""
-    from moe_asyncrl.train.passes import RouterShape
-
-    packing = pack(
-        [len(s.tokens) - 1 for s in given],
-        dp=layout.dp,
-        micro_batch_tokens=tokens,
-        multiple=layout.pp if layout.vpp else 1,
+    at = layout.coordinates(dist.get_rank())
+    packing = packing_for([len(s.tokens) - 1 for s in given], layout, micro_batch_tokens=tokens)
+    number = {layer: i for i, layer in enumerate(spec.moe_layer_indices)}
+    own = (layer for chunk in range(layout.chunks) for layer in layout.layers_of(at.pp, chunk, spec.num_layers))
+    router = RouterShape(
+        layers=spec.num_moe_layers,
+        experts=spec.num_experts,
+        top_k=spec.experts_per_token,
+        own=tuple(sorted(number[layer] for layer in own if layer in number)),
     )
-    mine = packing.ranks[layout.coordinates(dist.get_rank()).dp]
-    router = RouterShape(layers=spec.num_moe_layers, experts=spec.num_experts, top_k=spec.experts_per_token)
     return [
-        make_micro_batch([given[i] for i in numbers], multiple=layout.tp, router=router if replay else None)
-        for numbers in mine
+        make_micro_batch(
+            [given[i] for i in numbers], layout=layout, rank=dist.get_rank(), router=router if replay else None
+        )
+        for numbers in packing.ranks[at.dp]
     ]
 
 
