@@ -71,7 +71,7 @@ def stage_roots(stage: int, layout: Layout, bound: int) -> tuple[int, ...]:
 def root_per_bucket(
     filled: Filled, inside: Contents, everyone: Receivers, holders: Holders, layout: Layout, bound: int
 ) -> tuple[Deliveries, Sends, tuple[Receivers, ...]]:
-    """Broadcast: one delivery for each bucket, by a root among those of its stage, with the bucket's ep rank if one has.
+    """Broadcast: one delivery for each bucket, by a root of its stage, of the ep rank that holds it where there is one.
 
     Pieces that the root does not have come from the nearest rank that has them: ranks of one tensor-parallel group
     are neighbours.
