@@ -20,7 +20,7 @@ from tests.train.test_step import gradients, plain
 
 TOLERANCE = 1e-5
 JOBS = "tests.train.reference_jobs:"
-LAYOUTS = [Layout(dp=2, ep=2), Layout(pp=2), Layout(tp=2), Layout(pp=2, dp=2, ep=2)]
+LAYOUTS = [Layout(dp=2, ep=2), Layout(pp=2), Layout(tp=2), Layout(cp=2), Layout(pp=2, dp=2, ep=2)]
 
 Loss = tuple[float, dict[str, torch.Tensor]]
 

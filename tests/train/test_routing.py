@@ -38,7 +38,16 @@ def test_the_counts_are_those_of_the_samples_and_of_the_routers(
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(dp=2, ep=2), Layout(pp=2), Layout(pp=2, dp=2, ep=2), Layout(tp=2), Layout(pp=2, vpp=2)], ids=str
+    "layout",
+    [
+        Layout(dp=2, ep=2),
+        Layout(pp=2),
+        Layout(pp=2, dp=2, ep=2),
+        Layout(tp=2),
+        Layout(pp=2, vpp=2),
+        Layout(tp=2, cp=2),
+    ],
+    ids=str,
 )
 def test_every_layout_counts_the_same(
     pool: WorkerPool, one: tuple[RoutingCounts, dict[int, list[torch.Tensor]]], layout: Layout

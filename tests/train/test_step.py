@@ -43,6 +43,8 @@ def reference(pool: WorkerPool) -> tuple[float, dict[str, torch.Tensor]]:
         (Layout(tp=2, ep=2), {}),
         (Layout(tp=2, etp=2), {}),
         (Layout(pp=2, dp=2, ep=2), {"tokens": 30}),
+        (Layout(cp=2), {"tokens": 30}),
+        (Layout(tp=2, cp=2), {}),
     ],
     ids=lambda value: str(value).replace(" ", ""),
 )
@@ -62,6 +64,9 @@ def test_gradients_equal_the_plain_loss(
         (Layout(pp=2, dp=2, ep=2), {"recompute": "full"}),
         (Layout(pp=2, vpp=2), {}),
         (Layout(tp=2, ep=2), {"tokens": 30}),
+        (Layout(cp=2), {"recompute": "full"}),
+        (Layout(cp=2, ep=2), {"tokens": 30}),
+        (Layout(pp=2, cp=2, ep=2), {}),
     ],
     ids=lambda value: str(value).replace(" ", ""),
 )
@@ -104,7 +109,7 @@ def test_live_routing_is_not_the_replayed_one(
 def test_the_figures_do_not_depend_on_the_cut(pool: WorkerPool) -> None:
     cut = ("positions", "real_positions", "sequences")
     whole, _, _ = pool.run("tests.train.step_jobs:policy_gradients", layout=Layout(), old=True, tokens=4096)[0]
-    for layout, tokens in ((Layout(), 30), (Layout(dp=2, ep=2), 48), (Layout(pp=2), 48)):
+    for layout, tokens in ((Layout(), 30), (Layout(dp=2, ep=2), 48), (Layout(pp=2), 48), (Layout(cp=2), 24)):
         sums, _, _ = pool.run("tests.train.step_jobs:policy_gradients", layout=layout, old=True, tokens=tokens)[0]
         for name in whole.keys() - set(cut):
             assert sums[name] == pytest.approx(whole[name], rel=1e-5), name

@@ -42,7 +42,7 @@ def test_the_optimizer_is_adamw_with_clipping(pool: WorkerPool) -> None:
 
 
 def test_a_batch_without_a_trained_token_changes_nothing(pool: WorkerPool) -> None:
-    for layout in (Layout(), Layout(dp=2, ep=2), Layout(tp=2), Layout(pp=2)):
+    for layout in (Layout(), Layout(dp=2, ep=2), Layout(tp=2), Layout(pp=2), Layout(cp=2, ep=2)):
         answers = pool.run(f"{JOBS}:empty_update", layout=layout)
         before, after = (assemble([a[i] for a in answers]) for i in (0, 1))
         assert all(torch.equal(before[name], after[name]) for name in before)
