@@ -299,10 +299,14 @@ class Buffer(Section, frozen=True, kw_only=True):
 class Replay(Section, frozen=True, kw_only=True):
     """Routing replay."""
 
-    mode: Literal["r3", "off"] = "r3"
-    """`r3`: the sampler's experts drive the trainer; `off`: the trainer routes for itself."""
+    mode: Literal["r3", "r2", "off"] = "r3"
+    """`r3`: the sampler's experts drive the trainer; `r2`: those of the trainer's pass with the weights at the start of
+    the batch drive its updates; `off`: the trainer routes for itself."""
     allow_missing: bool = False
     """Route rows that the sampler did not report live, instead of stopping."""
+    other_version: Literal["use", "mask", "drop"] = "use"
+    """Rows that other weights made than their token's: `use` them, `mask` those tokens in the loss, `drop` the
+    trajectory."""
     probe_every: Annotated[int, Meta(ge=0)] = 10
     """Steps between measurements of the trainer-sampler KL with and without replay; 0 for none."""
     probe_prompts: Annotated[int, Meta(ge=1)] = 16

@@ -1,10 +1,10 @@
 """One batch of reinforcement learning: from held groups to updated weights.
 
     plan ─▶ fetch ─▶ micro-batches ─▶ passes without gradients ─▶ updates
-                                      old policy: for several updates, or for a KL in the reward
+                                      old policy: for several updates, for a KL in the reward, or for `r2`
                                       reference:  if the run has one, its weights in the policy's place
 
-All passes replay the same rows of the sampler.
+All passes replay the same rows: those of the sampler (`r3`), or those that the old policy's pass has recorded (`r2`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def policy_step(
         TrainingDiverged: loss or gradient is not finite.
     """
     r, a, model = recipe, recipe.algorithm, state.model
-    replay = r.replay.mode == "r3" and model.spec.is_moe
-    mode: Literal["replay", "off"] = "replay" if replay else "off"
+    mode = routing_mode(r.replay.mode) if model.spec.is_moe else "off"
+    replay = mode == "replay"
     allow_missing = r.replay.allow_missing
     with agree(f"preparing the batch of step {step}"):
         plan = plan_batch(
@@ -95,13 +95,24 @@ def policy_step(
             objective,
             lr=lr,
             weight_decay=r.optimizer.weight_decay,
-            mode=mode,
+            mode=after_first(mode),
             allow_missing=allow_missing,
             counted=rows,
         )
         for batches, rows in prepared
     ]
     return plan, combined(done)
+
+
+def routing_mode(replay: Literal["off", "r2", "r3"]) -> Mode:
+    """What routers do in the first pass over a batch's micro-batches."""
+    modes: dict[str, Mode] = {"off": "off", "r2": "record", "r3": "replay"}
+    return modes[replay]
+
+
+def after_first(mode: Mode) -> Mode:
+    """What they do in the passes behind it: what was recorded is replayed."""
+    return "replay" if mode == "record" else mode
 
 
 def add_passes(
@@ -115,10 +126,11 @@ def add_passes(
     reference: Reference | None,
 ) -> None:
     """Put into the micro-batches what takes a pass of its own: log-probabilities of the old policy and of the
-    reference, and advantages of rewards less the KL. Collective."""
+    reference, and advantages of rewards less the KL. In mode `record`, also the routing of the old policy's pass.
+    Collective."""
     a, model = recipe.algorithm, state.model
 
-    def logprobs() -> list[Tensor | None]:
+    def logprobs(mode: Mode) -> list[Tensor | None]:
         found, _ = logprobs_of_batches(
             model,
             batches,
@@ -130,13 +142,13 @@ def add_passes(
 
     several = len(plan.updates) > 1
     in_reward = reference is not None and a.kl_coef > 0 and a.kl_in == "reward"
-    old = logprobs() if several or in_reward else [None] * len(batches)
+    old = logprobs(mode) if several or in_reward or mode == "record" else [None] * len(batches)
     if several:
         for batch, values in zip(batches, old, strict=True):
             batch.old_logprobs = values
     if reference is not None:
         with reference.in_place():
-            frozen = logprobs()
+            frozen = logprobs(after_first(mode))
         for batch, values in zip(batches, frozen, strict=True):
             batch.reference_logprobs = values
     if in_reward:

@@ -30,4 +30,4 @@ def test_it_has_a_row_for_every_field_with_type_and_default() -> None:
         assert all(row[3].endswith(".") for row in rows)
     assert "| `max_context` | integer >= 8, <= 4,194,304 | `1024` |" in tables["model"]
     assert "| `train` | string or list of sources | required |" in tables["data"]
-    assert '| `mode` | off \\| r3 | `"r3"` |' in tables["replay"]
+    assert '| `mode` | off \\| r2 \\| r3 | `"r3"` |' in tables["replay"]
