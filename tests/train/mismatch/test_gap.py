@@ -92,7 +92,7 @@ def test_log_probabilities_against_float64() -> None:
 
 def test_supports_by_hand() -> None:
     scaled = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().repeat(4, 1)
-    limits = torch.tensor([[0, 1.0, 0.0], [2, 1.0, 0.0], [0, 0.7, 0.0], [0, 1.0, 0.3]])
+    limits = torch.tensor([[0, 1.0, 0.0], [2, 1.0, 0.0], [0, 0.7, 0.0], [0, 1.0, 0.31]])
     kept = truncated_support(scaled, limits).tolist()
     assert kept == [[True] * 4, [True, True, False, False], [True, True, False, False], [True, True, False, False]]
     limits = torch.tensor([[0, 0.81, 0.0]] * 2 + [[3, 0.81, 0.2]] * 2)
