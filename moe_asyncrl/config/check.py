@@ -25,11 +25,11 @@ def check(r: Recipe) -> tuple[str, str] | None:
             "rollout.max_new_tokens",
             f"{r.rollout.max_new_tokens} leaves no room for a prompt in model.max_context {r.model.max_context}",
         )
-    if r.rollout.min_p > 0 or r.rollout.top_p < 1 or r.rollout.top_k > 0:
+    if r.rollout.top_k == 1:
         return (
-            "rollout",
-            "truncated sampling (top_k, top_p, min_p) cannot be trained on yet: the trainer would renormalise over "
-            "another vocabulary than the sampler; set top_k 0, top_p 1, min_p 0",
+            "rollout.top_k",
+            "1 leaves the sampler no choice: every log-probability is 0, and nothing is learned; "
+            "set 0 (all tokens), or at least 2",
         )
     if r.algorithm.objective == "grpo" and r.rollout.group_size < 2:
         return "rollout.group_size", "group-relative advantages need at least 2 samples for each prompt"

@@ -29,6 +29,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float = 0.0
     max_new_tokens: int = 0
 
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are sampled from a part of the vocabulary, so that each has a sampling mask."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens [start, end) written by one role: a turn of a user, an agent or a tool, a fork of another trajectory."""
@@ -93,7 +98,10 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class SamplingMask:
-    """Token ids that truncation kept, in CSR form: ids of position t are `ids[indptr[t]:indptr[t + 1]]`."""
+    """Token ids that truncation kept, in CSR form: those of token t are `ids[indptr[t]:indptr[t + 1]]`, rising.
+
+    A token that the policy did not sample, or sampled from the whole vocabulary, has none.
+    """
 
     indptr: npt.NDArray[np.int64]
     """int64 [T + 1]"""
@@ -135,7 +143,7 @@ class Trajectory:
     weight_version: npt.NDArray[np.int32]
     """int32 [T]: the version that sampled the token; -1 where not sampled."""
     support_logprobs: npt.NDArray[np.float32] | None = None
-    """float32 [T]: renormalised inside the sampling mask; None where nothing was truncated."""
+    """float32 [T]: renormalised inside the sampling mask; NaN for tokens without one, None where no token has one."""
     routing_experts: npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | None = None
     """uint8 or uint16 [T - 1, L, K]: logical expert ids in the engine's order; None for a dense model."""
     routing_runs: tuple[RoutingRun, ...] = ()

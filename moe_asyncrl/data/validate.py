@@ -6,17 +6,21 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from moe_asyncrl.data.trajectory import RoutingRun, Trajectory
+from moe_asyncrl.data.trajectory import RoutingRun, SamplingMask, Segment, Trajectory
+
+SUPPORT_SLACK = 1e-2
+"""Rounding that a log-probability inside a mask may show against that over the whole vocabulary, in nats."""
 
 
 class ContractViolation(ValueError):
     """A trajectory breaks the contract; the message names the trajectory, the field and what was found."""
 
 
-def validate(t: Trajectory, *, num_experts: int | None = None) -> None:
+def validate(t: Trajectory, *, num_experts: int | None = None, vocabulary: int | None = None) -> None:
     """Raise `ContractViolation` unless every field of `t` fits its tokens.
 
-    `num_experts` bounds the expert ids; without it only shapes and types are checked.
+    `num_experts` bounds the expert ids and `vocabulary` those in sampling masks; without them only shapes and types
+    are checked.
     """
     n = t.length
 
@@ -62,15 +66,102 @@ def validate(t: Trajectory, *, num_experts: int | None = None) -> None:
             fail("routing.experts", f"expert {int(e[known].max())} of a model with {num_experts}")
     elif t.routing_runs:
         fail("routing.runs", "given without experts")
-    m = t.sampling_mask
-    if m is not None:
-        expect("sampling_mask.indptr", m.indptr, "int64", (n + 1,))
-        expect("sampling_mask.ids", m.ids, "int32", (int(m.indptr[-1]),))
-        if m.indptr[0] != 0 or (np.diff(m.indptr) < 0).any():
-            fail("sampling_mask.indptr", "must start at 0 and never fall")
+    check_mask(
+        t.identity.trajectory,
+        t.tokens,
+        t.loss_mask,
+        t.logprobs,
+        t.segments,
+        t.sampling_mask,
+        t.support_logprobs,
+        vocabulary=vocabulary,
+    )
     for name, value in t.rewards.items():
         if not np.isfinite(value):
             fail(f"rewards.{name}", f"not finite: {value}")
+
+
+def check_mask(
+    name: str,
+    tokens: np.ndarray,
+    loss_mask: np.ndarray,
+    logprobs: np.ndarray,
+    segments: Sequence[Segment],
+    mask: SamplingMask | None,
+    support_logprobs: np.ndarray | None,
+    *,
+    vocabulary: int | None = None,
+) -> None:
+    """Raise `ContractViolation` unless exactly the tokens sampled with truncation have kept ids and a log-probability.
+
+    Kept ids must rise, lie in the vocabulary, and have the token among them. The other arrays are those of the
+    trajectory `name`, [T] each, already checked.
+    """
+
+    def fail(why: str, at: int | None = None) -> None:
+        where = "" if at is None else f"token {at} (id {tokens[at]}): "
+        raise ContractViolation(f"trajectory {name}: sampling_mask: {where}{why}")
+
+    n = len(tokens)
+    truncated = np.zeros(n, dtype=bool)
+    for s in segments:
+        if s.sampling is None:
+            continue
+        truncated[s.start : s.end] = s.sampling.truncates
+        if s.sampling.temperature <= 0 and loss_mask[s.start : s.end].any():
+            fail(
+                f"cannot be trained on: sampled at temperature {s.sampling.temperature:g}, it must be above 0", s.start
+            )
+    truncated &= loss_mask
+    if mask is None or support_logprobs is None:
+        if mask is not None or support_logprobs is not None:
+            fail("the mask and the log-probabilities inside it say nothing without each other")
+        if truncated.any():
+            fail("missing, though its sampling was truncated", int(truncated.argmax()))
+        return
+    if mask.indptr.dtype != np.int64 or mask.indptr.shape != (n + 1,) or mask.ids.dtype != np.int32:
+        fail(f"expected int64 [{n + 1}] and int32, found {_kind(mask.indptr)} and {_kind(mask.ids)}")
+    counts = np.diff(mask.indptr)
+    if mask.indptr[0] != 0 or (counts < 0).any() or mask.ids.shape != (int(mask.indptr[-1]),):
+        fail(f"offsets must start at 0, never fall and end at the number of ids, {mask.ids.shape}")
+    if ((counts > 0) != truncated).any():
+        at = int(((counts > 0) != truncated).argmax())
+        fail("has no mask, though its sampling was truncated" if truncated[at] else "has a mask it needs not", at)
+    of = np.repeat(np.arange(n), counts)
+    step = np.diff(mask.ids)
+    wrong = (of[1:] == of[:-1]) & (step <= 0)
+    if wrong.any():
+        at = int(wrong.argmax())
+        fail("an id stands twice in its mask" if step[at] == 0 else "the ids of its mask do not rise", int(of[at]))
+    beyond = (mask.ids < 0) | (mask.ids >= (np.iinfo(np.int32).max if vocabulary is None else vocabulary))
+    if beyond.any():
+        at = int(beyond.argmax())
+        fail(f"its mask has id {mask.ids[at]}, the vocabulary {vocabulary} tokens", int(of[at]))
+    inside = np.zeros(n, dtype=bool)
+    inside[of[mask.ids == tokens[of]]] = True
+    if (truncated & ~inside).any():
+        fail("was sampled outside its mask", int((truncated & ~inside).argmax()))
+    _check_support(name, logprobs, support_logprobs, truncated)
+
+
+def _check_support(name: str, logprobs: np.ndarray, support: np.ndarray, truncated: np.ndarray) -> None:
+    if (np.isnan(support) == truncated).any():
+        at = int((np.isnan(support) == truncated).argmax())
+        raise ContractViolation(
+            f"trajectory {name}: support_logprobs: token {at}: must be a number exactly where there is a mask"
+        )
+    low, high = logprobs[truncated] - SUPPORT_SLACK, SUPPORT_SLACK
+    off = (support[truncated] < low) | (support[truncated] > high)
+    if off.any():
+        at = int(np.flatnonzero(truncated)[off.argmax()])
+        raise ContractViolation(
+            f"trajectory {name}: support_logprobs: token {at}: {support[at]:g} must lie between {logprobs[at]:g}, "
+            "that over the whole vocabulary, and 0"
+        )
+
+
+def _kind(array: np.ndarray) -> str:
+    return f"{array.dtype} {list(array.shape)}"
 
 
 def covers(runs: tuple[RoutingRun, ...], rows: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,12 +58,21 @@ class RoutingShape(msgspec.Struct, frozen=True, kw_only=True):
         return cls(moe_layers=spec.moe_layers, top_k=spec.experts_per_token, num_experts=spec.num_experts)
 
 
-def sampling_params(rollout: Rollout, max_new_tokens: int) -> SamplingParams:
-    """How a recipe samples from the policy that it trains."""
+def sampling_params(rollout: Rollout, max_new_tokens: int, vocabulary: int) -> SamplingParams:
+    """How a recipe samples from the policy that it trains, a model of `vocabulary` tokens.
+
+    SGLang returns a sampling mask only under a finite top-k, so top-p and min-p alone are sent with the vocabulary's
+    size as top-k, which keeps every token.
+    """
     r = rollout
-    return SamplingParams(
-        temperature=r.temperature, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p, max_new_tokens=max_new_tokens
+    asked = SamplingParams(
+        temperature=r.temperature,
+        top_k=min(r.top_k, vocabulary),
+        top_p=r.top_p,
+        min_p=r.min_p,
+        max_new_tokens=max_new_tokens,
     )
+    return msgspec.structs.replace(asked, top_k=vocabulary) if asked.truncates and not asked.top_k else asked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,13 +290,29 @@ def decode_experts(
 
 
 def _mask(meta: _Meta, ids: npt.NDArray[np.int32], where: str) -> tuple[SamplingMask, npt.NDArray[np.float32]]:
+    """The kept ids of each token, rising (SGLang gives them by probability), and the log-probabilities inside."""
     kept, chosen = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
+    if not len(ids):  # ended before its first token
+        kept, chosen = kept or [], chosen or []
     if kept is None or chosen is None or len(kept) != len(ids) or len(chosen) != len(ids):
         raise MalformedReply(f"{where}: the sampling mask does not cover the {len(ids)} tokens")
     indptr = np.zeros(len(ids) + 1, dtype=np.int64)
     np.cumsum([len(k) for k in kept], out=indptr[1:])
-    for token, allowed in zip(ids.tolist(), kept, strict=True):
-        if token not in allowed:
-            raise MalformedReply(f"{where}: token {token} was sampled outside its sampling mask")
-    flat = np.array([t for k in kept for t in k], dtype=np.int32)
-    return SamplingMask(indptr=indptr, ids=flat), np.array(chosen, dtype=np.float32)
+    flat = np.fromiter(itertools.chain.from_iterable(kept), dtype=np.int64, count=int(indptr[-1]))
+    of = np.repeat(np.arange(len(ids)), np.diff(indptr))
+    flat = flat[np.lexsort((flat, of))]
+    twice = (of[1:] == of[:-1]) & (flat[1:] == flat[:-1])
+    if twice.any():
+        at = int(twice.argmax())
+        raise MalformedReply(f"{where}: output token {of[at]}: id {flat[at]} stands twice in its sampling mask")
+    if flat.size and (flat.min() < 0 or flat.max() > np.iinfo(np.int32).max):
+        raise MalformedReply(f"{where}: a sampling mask has an id that no vocabulary has")
+    inside = np.zeros(len(ids), dtype=np.bool_)
+    inside[of[flat == ids[of]]] = True
+    if not inside.all():
+        at = int((~inside).argmax())
+        raise MalformedReply(f"{where}: output token {at}: token {ids[at]} was sampled outside its sampling mask")
+    support = np.array(chosen, dtype=np.float32)
+    if not np.isfinite(support).all():
+        raise MalformedReply(f"{where}: a log-probability inside its sampling mask is not finite")
+    return SamplingMask(indptr=indptr, ids=flat.astype(np.int32)), support

@@ -32,6 +32,7 @@ from moe_asyncrl.data.trajectory import (
     PolicyAsked,
     RoutingRun,
     RoutingSource,
+    SamplingMask,
     SamplingParams,
     ScorerReport,
     Segment,
@@ -72,6 +73,7 @@ def assemble(
     versions = np.full(p + n, -1, dtype=np.int32)
     versions[p:] = completion.versions
     experts, runs = routing_rows(completion, p)
+    mask, support = mask_rows(completion, p)
     return Trajectory(
         identity=Identity(
             trajectory=identity.trajectory,
@@ -95,12 +97,24 @@ def assemble(
         loss_mask=loss_mask,
         logprobs=logprobs,
         weight_version=versions,
+        support_logprobs=support,
+        sampling_mask=mask,
         routing_experts=experts,
         routing_runs=runs,
         rewards=dict(rewards),
         score_status=dict(score_status),
         metadata=dict(metadata),
     )
+
+
+def mask_rows(c: Completion, p: int) -> tuple[SamplingMask | None, npt.NDArray[np.float32] | None]:
+    """(kept ids, log-probabilities among them float32 [T]) after p prompt tokens; None where nothing was truncated."""
+    if c.mask is None or c.support_logprobs is None:
+        return None, None
+    indptr = np.concatenate((np.zeros(p, dtype=np.int64), c.mask.indptr))
+    support = np.full(p + len(c.output_ids), np.nan, dtype=np.float32)
+    support[p:] = c.support_logprobs
+    return SamplingMask(indptr=indptr, ids=c.mask.ids), support
 
 
 def routing_rows(

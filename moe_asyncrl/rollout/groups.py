@@ -43,9 +43,11 @@ def trajectory_name(ticket: Ticket, sample: int) -> str:
     return f"{ticket.epoch}-{ticket.index}-{ticket.attempt}-{sample}"
 
 
-def requests_for(recipe: Recipe, work: GroupWork, version: int, stop: tuple[int, ...]) -> list[GenerateRequest]:
+def requests_for(
+    recipe: Recipe, work: GroupWork, version: int, stop: tuple[int, ...], *, vocabulary: int
+) -> list[GenerateRequest]:
     """`group_size` requests for one group; they share the prompt."""
-    sampling = sampling_params(recipe.rollout, work.prompt.max_new_tokens)
+    sampling = sampling_params(recipe.rollout, work.prompt.max_new_tokens, vocabulary)
     return [
         GenerateRequest(
             rid=trajectory_name(work.ticket, sample),
@@ -73,7 +75,13 @@ def jobs_for(prompt: ReadyPrompt, completions: Sequence[Completion], tokenizer: 
 
 
 def group_outcome(
-    recipe: Recipe, work: GroupWork, completions: Sequence[Completion], scores: Sequence[Score], scorer_version: str
+    recipe: Recipe,
+    work: GroupWork,
+    completions: Sequence[Completion],
+    scores: Sequence[Score],
+    scorer_version: str,
+    *,
+    vocabulary: int,
 ) -> Outcome:
     """The group of the usable, scored samples.
 
@@ -88,7 +96,7 @@ def group_outcome(
     if recipe.rollout.filter_uniform and len({s.rewards[TOTAL] for _, _, s in scored}) == 1:
         return Outcome("filtered", f"all rewards are {scored[0][2].rewards[TOTAL]:g}", (), failed)
     prompt, ticket = work.prompt, work.ticket
-    sampling = sampling_params(recipe.rollout, prompt.max_new_tokens)
+    sampling = sampling_params(recipe.rollout, prompt.max_new_tokens, vocabulary)
     metadata = prompt.prompt.metadata_text()
     if prompt.prompt.answer is not None:
         metadata["answer"] = prompt.prompt.answer

@@ -136,6 +136,7 @@ class Rollout:
             engines=engines,
             events=folder.events,
             num_experts=spec.num_experts if spec.is_moe else None,
+            vocabulary=spec.vocab_size,
             on_state=self._saw,
         )
 

@@ -41,7 +41,13 @@ class Engines(Protocol):
     """What the worker asks of the engine pool."""
 
     async def generate_anywhere(
-        self, group: Sequence[GenerateRequest], *, deadline_s: float, attempts: int = 3, wait_s: float = 0.0
+        self,
+        group: Sequence[GenerateRequest],
+        *,
+        deadline_s: float,
+        attempts: int = 3,
+        wait_s: float = 0.0,
+        mask: bool = False,
     ) -> list[Completion]: ...
 
 
@@ -60,13 +66,15 @@ class Worker:
         engines: Engines,
         events: JsonlWriter,
         num_experts: int | None,
+        vocabulary: int,
         on_state: Callable[[RunState], None],
     ) -> None:
-        """`on_state` hears of every state that comes with tickets. `num_experts` bounds the ids in routing rows."""
+        """`on_state` hears of every state that comes with tickets. `num_experts` bounds the ids in routing rows, and
+        `vocabulary` those in sampling masks."""
         self._recipe, self._name = recipe, name
         self._prompts, self._tokenizer, self._scorer = prompts, tokenizer, scorer
         self._buffer, self._engines, self._events = buffer, engines, events
-        self._num_experts, self._on_state = num_experts, on_state
+        self._num_experts, self._vocabulary, self._on_state = num_experts, vocabulary, on_state
         self._order = prompts.order(seed=recipe.run.seed, shuffle=recipe.data.shuffle)
         self._held: set[Ticket] = set()
         self._lists: set[asyncio.Task[None]] = set()
@@ -133,7 +141,7 @@ class Worker:
     async def _list(self, tickets: Sequence[Ticket]) -> None:
         work = [GroupWork(t, self._prompts[self._order.at(t.index)[1]]) for t in tickets]
         stop = self._tokenizer.eos_ids
-        requests = [r for w in work for r in requests_for(self._recipe, w, -1, stop)]
+        requests = [r for w in work for r in requests_for(self._recipe, w, -1, stop, vocabulary=self._vocabulary)]
         try:
             completions = await self._generate(requests)
         except (EngineLost, EngineRefused, MalformedReply) as error:
@@ -152,6 +160,7 @@ class Worker:
                     deadline_s=self._recipe.engine.request_timeout_s,
                     attempts=ATTEMPTS,
                     wait_s=self._wait_engine_s,
+                    mask=all(r.sampling.truncates for r in requests),
                 )
                 lengths = [len(c.output_ids) for c in completions]
                 fields |= {"engine": completions[0].engine, "tokens": sum(lengths), "start": completions[0].submitted}
@@ -174,7 +183,12 @@ class Worker:
         scores = await self._scorer.score(jobs_for(work.prompt, good, self._tokenizer))
         self.rates.scored(scores)
         outcome = group_outcome(
-            self._recipe, work, completions, scores, self._scorer.version(work.prompt.prompt.reward)
+            self._recipe,
+            work,
+            completions,
+            scores,
+            self._scorer.version(work.prompt.prompt.reward),
+            vocabulary=self._vocabulary,
         )
         self.rates.failed += outcome.failed
         if outcome.fate is not None:
@@ -186,7 +200,7 @@ class Worker:
             await self._give_back(work.ticket, outcome.fate, outcome.reason[:500], len(completions))
             return
         for trajectory in outcome.trajectories:
-            validate(trajectory, num_experts=self._num_experts)
+            validate(trajectory, num_experts=self._num_experts, vocabulary=self._vocabulary)
         try:
             result = await self._buffer.put_group(work.ticket, outcome.trajectories, outcome.failed)
         except StaleEpoch as error:

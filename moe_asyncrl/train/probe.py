@@ -18,6 +18,7 @@ from moe_asyncrl.algorithms.kl import k3
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.errors import EngineLost, UserError
 from moe_asyncrl.data.messages import Member, RunState
+from moe_asyncrl.data.trajectory import SamplingMask
 from moe_asyncrl.engine.client import EngineClient
 from moe_asyncrl.engine.completion import Completion, GenerateRequest, sampling_params
 from moe_asyncrl.replay.controller import Mode, ReplayStats
@@ -40,6 +41,9 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
     prompt: int
     tokens: bytes
     logprobs: bytes
+    """Inside the mask where there is one."""
+    kept: tuple[bytes, bytes]
+    """Offsets and ids of the sampling mask of the sampled tokens; empty where nothing was truncated."""
     experts: bytes
     rows: tuple[int, ...]
     """Shape of `experts`; empty for a dense model."""
@@ -166,7 +170,8 @@ class Probe:
         if not members:
             raise UserError(f"no engine serves version {version}")
         rollout = self._recipe.rollout
-        sampling = sampling_params(rollout, min(rollout.max_new_tokens, LONGEST_ANSWER))
+        longest = min(rollout.max_new_tokens, LONGEST_ANSWER)
+        sampling = sampling_params(rollout, longest, self._model.spec.vocab_size)
         requests = [
             GenerateRequest(rid=f"probe-{version}-{i}", input_ids=ids, sampling=sampling, version=version)
             for i, ids in enumerate(self._prompts)
@@ -175,7 +180,7 @@ class Probe:
 
         async def ask() -> list[Completion]:
             async with client:
-                return await client.generate(requests, deadline_s=ANSWER_DEADLINE_S)
+                return await client.generate(requests, deadline_s=ANSWER_DEADLINE_S, mask=sampling.truncates)
 
         done = asyncio.run(ask())
         whole = [
@@ -187,12 +192,14 @@ class Probe:
 
 
 def _answer(request: GenerateRequest, completion: Completion) -> _Answer:
-    experts = completion.experts
+    experts, mask = completion.experts, completion.mask
+    logprobs = completion.logprobs if completion.support_logprobs is None else completion.support_logprobs
     tokens = np.concatenate([np.asarray(request.input_ids, dtype=np.int32), completion.output_ids])
     return _Answer(
         prompt=len(request.input_ids),
         tokens=tokens.astype("<i4").tobytes(),
-        logprobs=completion.logprobs.astype("<f4").tobytes(),
+        logprobs=logprobs.astype("<f4").tobytes(),
+        kept=(b"", b"") if mask is None else (mask.indptr.astype("<i8").tobytes(), mask.ids.astype("<i4").tobytes()),
         experts=b"" if experts is None else experts.tobytes(),
         rows=() if experts is None else experts.shape,
         dtype="|u1" if experts is None else experts.dtype.str,
@@ -204,10 +211,13 @@ def _sample(number: int, a: _Answer) -> Sample:
     trained = np.arange(len(tokens)) >= a.prompt
     logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
     logprobs[trained] = np.frombuffer(a.logprobs, dtype="<f4")
+    offsets, ids = (np.frombuffer(part, dtype=kind) for part, kind in zip(a.kept, ("<i8", "<i4"), strict=True))
+    offsets = np.concatenate([np.zeros(a.prompt, dtype=np.int64), offsets])
     return Sample(
         name=f"probe-{number}",
         tokens=tokens,
         trained=trained,
         sampler_logprobs=logprobs,
+        mask=SamplingMask(offsets, ids) if len(ids) else None,
         experts=np.frombuffer(a.experts, dtype=np.dtype(a.dtype)).reshape(a.rows) if a.rows else None,
     )

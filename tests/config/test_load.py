@@ -50,7 +50,7 @@ def test_a_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
         (BASE + "engine:\n  tp: 2\n  ep: 3\n", [], [":7:", "engine.ep", "divide"]),
         (BASE + "trainer:\n  ep: 2\n", [], [":6:", "trainer.ep", "divide"]),
         (BASE + "trainer:\n  vpp: 2\n", [], [":6:", "trainer.vpp", "trainer.pp"]),
-        (BASE + "rollout:\n  top_k: 20\n", [], ["truncated sampling"]),
+        (BASE + "rollout:\n  top_k: 1\n", [], [":6:", "rollout.top_k", "no choice"]),
         (BASE + "rollout:\n  group_size: 1\n", [], [":6:", "rollout.group_size", "2"]),
         (BASE, ["rollout.max_new_tokens=1024"], ["rollout.max_new_tokens", "no room for a prompt"]),
         (BASE, ["buffer.capacity_groups=1"], ["buffer.capacity_groups", "batch"]),

@@ -84,11 +84,16 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     if draw(st.booleans()):
         experts = seed.integers(0, 60000 if wide else 250, (t - 1, layers, k)).astype(np.uint16 if wide else np.uint8)
         runs = _runs(draw, t - 1)
-    sampling_mask = None
+    tokens = seed.integers(0, 2**31 - 2, t).astype(np.int32)
+    logprobs = np.where(mask, -seed.random(t) * 9, np.nan).astype(np.float32)
+    sampling, sampling_mask, support = SamplingParams(temperature=0.7, max_new_tokens=t), None, None
     if draw(st.booleans()):
-        counts = seed.integers(0, 4, t)
-        indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        sampling_mask = SamplingMask(indptr, seed.integers(0, 1000, int(indptr[-1])).astype(np.int32))
+        sampling = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, max_new_tokens=t)
+        others = seed.integers(0, 999, (t, 2)).tolist()
+        kept = [sorted({int(tokens[i]), *others[i]}) if mask[i] else [] for i in range(t)]
+        indptr = np.concatenate([[0], np.cumsum([len(ids) for ids in kept])]).astype(np.int64)
+        sampling_mask = SamplingMask(indptr, np.array([i for ids in kept for i in ids], dtype=np.int32))
+        support = (logprobs / 2).astype(np.float32)
     n_steps = draw(st.integers(0, 3))
     steps = StepRewards(np.arange(n_steps, dtype=np.int32), seed.random(n_steps).astype(np.float32))
     top = TeacherTopK(seed.integers(0, 99, (t, 3)).astype(np.int32), -seed.random((t, 3)).astype(np.float32))
@@ -116,16 +121,16 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
                 start=first,
                 end=t,
                 role="policy",
-                sampling=SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, max_new_tokens=t),
+                sampling=sampling,
                 parent=draw(st.none() | names),
                 fork_position=draw(st.none() | st.integers(0, t)),
             ),
         ),
-        tokens=seed.integers(0, 2**31 - 1, t).astype(np.int32),
+        tokens=tokens,
         loss_mask=mask,
-        logprobs=np.where(mask, -seed.random(t) * 9, np.nan).astype(np.float32),
+        logprobs=logprobs,
         weight_version=version,
-        support_logprobs=-seed.random(t).astype(np.float32) if draw(st.booleans()) else None,
+        support_logprobs=support,
         routing_experts=experts,
         routing_runs=runs,
         sampling_mask=sampling_mask,

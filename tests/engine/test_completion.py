@@ -72,7 +72,7 @@ def test_every_field_arrives() -> None:
     # The dense layer's row is gone, and the others have not moved.
     assert c.experts is not None and c.experts.dtype == np.uint8 and (c.experts == ROWS[:, 1:]).all()
     assert (
-        c.mask is not None and c.mask.indptr.tolist() == [0, 2, 3, 6] and c.mask.ids.tolist() == [11, 1, 12, 13, 2, 3]
+        c.mask is not None and c.mask.indptr.tolist() == [0, 2, 3, 6] and c.mask.ids.tolist() == [1, 11, 12, 2, 3, 13]
     )
     assert c.support_logprobs is not None and c.support_logprobs.dtype == np.float32
 
@@ -119,6 +119,9 @@ def _delete(name: str) -> Callable[[dict[str, Any]], None]:
         (_set(routed_experts=encode(np.where(ROWS == 7, -1, ROWS))), "id -1"),
         (_set(output_token_sampling_mask=[[11], [12]]), "does not cover the 3 tokens"),
         (_set(output_token_sampling_mask=[[11], [1], [13]]), "token 12 was sampled outside"),
+        (_set(output_token_sampling_mask=[[11], [12], [13, 2, 13]]), "output token 2: id 13 stands twice"),
+        (_set(output_token_sampling_mask=[[11], [12, -1], [13]]), "no vocabulary has"),
+        (_set(output_token_sampling_logprobs=[0.0, -1.0]), "does not cover the 3 tokens"),
     ],
 )
 def test_a_damaged_reply_is_named(damage: Callable[[dict[str, Any]], None], message: str) -> None:

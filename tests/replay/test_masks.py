@@ -17,7 +17,7 @@ VOCABULARY = 23
 
 
 def lists_of(support: Support) -> list[list[int]]:
-    return [part.tolist() for part in torch.split(support.ids, support.counts.tolist())]  # type: ignore[no-untyped-call]
+    return [part.tolist() for part in torch.split(support.ids, support.counts.tolist())]
 
 
 def support_from(rows: list[list[int]]) -> Support:
