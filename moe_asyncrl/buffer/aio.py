@@ -18,6 +18,7 @@ from moe_asyncrl.buffer.patience import Patience
 from moe_asyncrl.buffer.requests import Requests
 from moe_asyncrl.buffer.security import KeyPair, client_keys
 from moe_asyncrl.data.errors import DeadlineExceeded
+from moe_asyncrl.data.group_wire import encode_group
 from moe_asyncrl.data.messages import (
     AnyReply,
     AnyRequest,
@@ -30,8 +31,7 @@ from moe_asyncrl.data.messages import (
     Tickets,
 )
 from moe_asyncrl.data.trajectory import Trajectory
-from moe_asyncrl.data.wire import Frame, TrajectoryHeader
-from moe_asyncrl.data.wire import encode as encode_trajectory
+from moe_asyncrl.data.wire import Blocks, Frame
 from moe_asyncrl.telemetry.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -112,17 +112,16 @@ class AsyncBufferClient:
             self._holding.update(dict.fromkeys(reply.tickets))
             return reply
 
-    async def put_group(self, ticket: Ticket, trajectories: Sequence[Trajectory], failed: int = 0) -> PutResult:
+    async def put_group(
+        self, ticket: Ticket, trajectories: Sequence[Trajectory], failed: int = 0, *, blocks: Blocks = ()
+    ) -> PutResult:
         """Hand over a finished group; `failed` more samples of it could not be used.
+
+        `blocks`: how the trainer's pipeline stages cut the MoE layers; all in one if not given.
 
         The caller forgets it either way; the reason says why it was not held.
         """
-        headers: list[TrajectoryHeader] = []
-        frames: list[Frame] = []
-        for t in trajectories:
-            header, own = encode_trajectory(t)
-            headers.append(header)
-            frames.extend(own)
+        headers, frames = encode_group(trajectories, blocks=blocks)
         try:
             return expect(await self._ask(self._requests.put_group(ticket, headers, failed), frames), PutResult)
         finally:

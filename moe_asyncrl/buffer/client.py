@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import zmq
 
 from moe_asyncrl.buffer.codec import decode_reply, encode, expect
@@ -17,6 +18,7 @@ from moe_asyncrl.buffer.endpoint import LOOK_S, Endpoint, Find, connect, finder,
 from moe_asyncrl.buffer.patience import Patience
 from moe_asyncrl.buffer.requests import Requests
 from moe_asyncrl.buffer.security import KeyPair, client_keys
+from moe_asyncrl.data.digest import Experts
 from moe_asyncrl.data.errors import DeadlineExceeded, UserError
 from moe_asyncrl.data.messages import (
     AnyReply,
@@ -31,9 +33,22 @@ from moe_asyncrl.data.messages import (
     MemberId,
     NotReady,
     Phase,
+    RowCut,
     RunState,
 )
-from moe_asyncrl.data.wire import Frame, TrajectoryHeader, array_from
+from moe_asyncrl.data.row_slices import (
+    Needs,
+    Rows,
+    RowSlice,
+    blocks_of_layers,
+    cut_array,
+    cut_bytes,
+    cuts_of,
+    digest_columns,
+    slice_of,
+    stored_rows,
+)
+from moe_asyncrl.data.wire import Frame, TrajectoryHeader, array_from, check_root, routing_spec
 from moe_asyncrl.telemetry.run_folder import RunFolder
 
 POLL_S = 0.05
@@ -175,6 +190,57 @@ class BufferClient:
                 found[trajectory][field] = array_from(specs[trajectory, field], frame, trajectory=trajectory)
         return found
 
+    def fetch_rows(
+        self,
+        step: int,
+        headers: Sequence[TrajectoryHeader],
+        needs: Needs,
+        layers: Sequence[int],
+        tokens: Mapping[str, npt.NDArray[np.int32]],
+    ) -> dict[str, RowSlice]:
+        """A rank's own part of the routing rows, by trajectory: the rows `needs`, of the MoE layers `layers`.
+
+        Args:
+            step: of the taken batch.
+            headers: of the groups of all trajectories in `needs`, since rows may stand in another one's frame.
+            needs: rows by trajectory; those without rows on the wire are left out of the answer.
+            layers: numbers of the rank's MoE layers among those of the model, rising.
+            tokens: int32 [T] by trajectory, whole.
+
+        Raises:
+            ContractViolation: rows, digests and tokens do not belong together; names trajectory, row and layers.
+        """
+        by_name = {h.identity.trajectory: h for h in headers}
+        routed = {name: rows for name, rows in needs.items() if routing_spec(by_name[name]) is not None and layers}
+        found: dict[str, RowSlice] = {}
+        for blocks, names in _by_blocks(by_name, routed, layers).items():
+            stored = stored_rows(by_name, {name: routed[name] for name in names})
+            arrays: dict[str, Experts] = {}
+            columns: dict[str, npt.NDArray[np.uint32]] = {}
+            for cuts, digests in _row_requests(by_name, stored, names, blocks):
+                reply, frames = self._exchange(self._requests.fetch_rows(step, blocks, cuts, digests), ())
+                index = expect(reply, Frames).index
+                if len(index) != len(frames) or [n for n, _ in index] != [*(c.trajectory for c in cuts), *digests]:
+                    raise UserError(f"the buffer was asked for {len(cuts)} cuts and sent {len(frames)} other frames")
+                for cut, frame in zip(cuts, frames, strict=False):
+                    name = cut.trajectory
+                    arrays[name] = cut_array(by_name[name], frame, len(stored[name]), blocks)
+                for name, frame in zip(digests, frames[len(cuts) :], strict=True):
+                    columns[name] = digest_columns(by_name[name], frame, blocks)
+            for name in names:
+                check_root(by_name[name], tokens[name])
+                found[name] = slice_of(
+                    by_name[name],
+                    routed[name],
+                    layers,
+                    blocks,
+                    stored=stored,
+                    arrays=arrays,
+                    tokens=tokens[name],
+                    columns=columns[name],
+                )
+        return found
+
     def consumed(self, step: int) -> ConsumedResult:
         """The batch of `step` is in the weights: its groups are freed. What a checkpoint taken now must hold."""
         return expect(self._ask(self._requests.consumed(step)), ConsumedResult)
@@ -244,6 +310,31 @@ class BufferClient:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+def _by_blocks(
+    headers: Mapping[str, TrajectoryHeader], needs: Needs, layers: Sequence[int]
+) -> dict[tuple[int, ...], list[str]]:
+    """Trajectories by the blocks that have the layers: in one run all are cut alike."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name in needs:
+        found.setdefault(blocks_of_layers(headers[name], layers), []).append(name)
+    return found
+
+
+def _row_requests(
+    headers: Mapping[str, TrajectoryHeader], stored: Mapping[str, Rows], names: Sequence[str], blocks: Sequence[int]
+) -> Iterator[tuple[list[RowCut], list[str]]]:
+    """Cuts of about `FETCH_BYTES` each; the digests come with the last ones."""
+    cuts: list[RowCut] = []
+    size = 0
+    for cut in cuts_of(stored):
+        cuts.append(cut)
+        size += cut_bytes(headers[cut.trajectory], len(stored[cut.trajectory]), blocks)
+        if size >= FETCH_BYTES:
+            yield cuts, []
+            cuts, size = [], 0
+    yield cuts, list(names)
 
 
 def _chunks(headers: Sequence[TrajectoryHeader], fields: set[str]) -> Iterator[list[str]]:

@@ -70,6 +70,20 @@ class Requests:
             fields=tuple(fields),
         )
 
+    def fetch_rows(
+        self, step: int, blocks: Sequence[int], cuts: Sequence[m.RowCut], digests: Sequence[str]
+    ) -> m.FetchRows:
+        """See `FetchRows`."""
+        return m.FetchRows(
+            epoch=self.epoch,
+            sender=self.sender,
+            request=self._next(),
+            step=step,
+            blocks=tuple(blocks),
+            cuts=tuple(cuts),
+            digests=tuple(digests),
+        )
+
     def consumed(self, step: int) -> m.Consumed:
         """See `Consumed`."""
         return m.Consumed(epoch=self.epoch, sender=self.sender, request=self._next(), step=step)

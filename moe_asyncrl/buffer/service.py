@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from moe_asyncrl.buffer.cut_rows import DIGESTS, RowDigests, cut_digests, cut_frame
 from moe_asyncrl.buffer.ledger import Ledger, Limits, Slot
 from moe_asyncrl.control import state as control
 from moe_asyncrl.control.state import ControlState, Rejected
+from moe_asyncrl.data.group_wire import arrays_of_group
 from moe_asyncrl.data.messages import (
     AcquireLease,
     AnyReply,
@@ -21,6 +23,7 @@ from moe_asyncrl.data.messages import (
     ConsumedResult,
     Done,
     Fetch,
+    FetchRows,
     Frames,
     GetState,
     HeldGroup,
@@ -40,7 +43,7 @@ from moe_asyncrl.data.messages import (
     Tickets,
 )
 from moe_asyncrl.data.validate import ContractViolation
-from moe_asyncrl.data.wire import Frame, TrajectoryHeader, check_binding, decode_arrays
+from moe_asyncrl.data.wire import ROUTING, Frame, TrajectoryHeader, check_binding
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +73,12 @@ class Held:
     headers: tuple[TrajectoryHeader, ...]
     frames: dict[tuple[str, str], Frame]
     """By trajectory and field."""
+    digests: dict[str, RowDigests] = dataclasses.field(default_factory=dict)
+    """By trajectory, where rows are."""
+
+    def header(self, trajectory: str) -> TrajectoryHeader:
+        """The header of one of its trajectories."""
+        return next(h for h in self.headers if h.identity.trajectory == trajectory)
 
 
 class BufferService:
@@ -187,6 +196,8 @@ class BufferService:
                 return self._take(r), ()
             case Fetch():
                 return self._fetch(r)
+            case FetchRows():
+                return self._fetch_rows(r)
             case Consumed():
                 self._must_have_begun()
                 batch = [self._groups[i] for i in self.ledger.taken] if self.ledger.taken_step == r.step else []
@@ -248,7 +259,7 @@ class BufferService:
 
     def _put(self, r: PutGroup, frames: Sequence[Frame]) -> PutResult:
         index, attempt = self._slot(r.ticket)
-        by_field = check_group(r, frames)
+        by_field, digests = check_group(r, frames)
         if r.failed < 0:
             raise Rejected("bad_request", f"{r.failed} failed samples")
         sampled = [h.oldest_version for h in r.headers if h.sampled > 0]
@@ -257,7 +268,7 @@ class BufferService:
             return PutResult(request=r.request, held=False, reason="no sampled token in the whole group")
         result = self.ledger.put(index, attempt, len(r.headers), min(sampled), failed=r.failed)
         if result.fresh:
-            self._groups[index] = Held(r.ticket, r.headers, by_field)
+            self._groups[index] = Held(r.ticket, r.headers, by_field, digests)
         return PutResult(request=r.request, held=result.held, reason=result.reason)
 
     def _take(self, r: Take) -> Batch | NotReady:
@@ -273,16 +284,11 @@ class BufferService:
         return Batch(request=r.request, step=r.step, groups=held, state=state)
 
     def _fetch(self, r: Fetch) -> _Answer:
-        self._must_have_begun()
-        if self.ledger.taken_step != r.step:
-            raise Rejected("unknown", f"step {r.step} is not the taken batch ({self.ledger.taken_step or 'none'})")
-        owner = {h.identity.trajectory: self._groups[i] for i in self.ledger.taken for h in self._groups[i].headers}
+        owner = self._taken(r.step)
         index: list[tuple[str, str]] = []
         found: list[Frame] = []
         for trajectory in r.trajectories:
-            group = owner.get(trajectory)
-            if group is None:
-                raise Rejected("unknown", f"trajectory {trajectory} is not in the batch of step {r.step}")
+            group = _held_in(owner, trajectory, r.step)
             for field in r.fields:
                 frame = group.frames.get((trajectory, field))
                 if frame is not None:
@@ -290,14 +296,42 @@ class BufferService:
                     found.append(frame)
         return Frames(request=r.request, index=tuple(index)), found
 
+    def _fetch_rows(self, r: FetchRows) -> _Answer:
+        owner = self._taken(r.step)
+        index: list[tuple[str, str]] = []
+        found: list[Frame] = []
+        for cut in r.cuts:
+            group = _held_in(owner, cut.trajectory, r.step)
+            index.append((cut.trajectory, ROUTING))
+            found.append(cut_frame(group.header(cut.trajectory), group.frames, cut, r.blocks))
+        for trajectory in r.digests:
+            group = _held_in(owner, trajectory, r.step)
+            index.append((trajectory, DIGESTS))
+            found.append(cut_digests(trajectory, group.digests, r.blocks))
+        return Frames(request=r.request, index=tuple(index)), found
+
+    def _taken(self, step: int) -> dict[str, Held]:
+        """The groups of the taken batch by trajectory."""
+        self._must_have_begun()
+        if self.ledger.taken_step != step:
+            raise Rejected("unknown", f"step {step} is not the taken batch ({self.ledger.taken_step or 'none'})")
+        return {h.identity.trajectory: self._groups[i] for i in self.ledger.taken for h in self._groups[i].headers}
+
     def _prune(self) -> None:
         """Free the frames of what was consumed, went stale or was forgotten."""
         for index in self._groups.keys() - self.ledger.kept():
             del self._groups[index]
 
 
-def check_group(r: PutGroup, frames: Sequence[Frame]) -> dict[tuple[str, str], Frame]:
-    """The group's frames by trajectory and field.
+def _held_in(owner: Mapping[str, Held], trajectory: str, step: int) -> Held:
+    group = owner.get(trajectory)
+    if group is None:
+        raise Rejected("unknown", f"trajectory {trajectory} is not in the batch of step {step}")
+    return group
+
+
+def check_group(r: PutGroup, frames: Sequence[Frame]) -> tuple[dict[tuple[str, str], Frame], dict[str, RowDigests]]:
+    """The group's frames by trajectory and field, and the digests of the routing rows by trajectory.
 
     Raises `ContractViolation` unless headers, frames and their digests fit each other and the credit.
     """
@@ -321,6 +355,11 @@ def check_group(r: PutGroup, frames: Sequence[Frame]) -> dict[tuple[str, str], F
             )
         own = frames[at : at + len(h.frames)]
         at += len(h.frames)
-        check_binding(h, decode_arrays(h, own))
         found.update({(name, spec.field): frame for spec, frame in zip(h.frames, own, strict=True)})
-    return found
+    arrays = arrays_of_group(r.headers, frames)
+    digests: dict[str, RowDigests] = {}
+    for h in r.headers:
+        _, columns = check_binding(h, arrays[h.identity.trajectory])
+        if columns:
+            digests[h.identity.trajectory] = tuple(columns.values())
+    return found, digests

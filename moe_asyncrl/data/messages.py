@@ -274,6 +274,29 @@ class Fetch(Request, frozen=True, kw_only=True):
     """Wire fields; a field that a trajectory lacks is left out."""
 
 
+class RowCut(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of the frame that a trajectory itself carries (shared ones are in front of it, in another's frame)."""
+
+    trajectory: str
+    ranges: tuple[tuple[int, int], ...]
+    """[start, end) each, rising."""
+
+
+class FetchRows(Request, frozen=True, kw_only=True):
+    """A trainer rank asks for its part of the routing rows in the batch of `step`. Answered by `Frames`.
+
+    First one frame for each of `cuts` (field `routing.experts`): its rows, of the MoE layers of `blocks`, in order.
+    Then one for each of `digests` (field `routing.digests`): uint32 [blocks, T-1], the digests of all rows of a
+    trajectory in these blocks, by which the headers' blocks and then the rows are checked.
+    """
+
+    step: int
+    blocks: tuple[int, ...]
+    """Numbers of the blocks of layers, as in the headers; rising."""
+    cuts: tuple[RowCut, ...]
+    digests: tuple[str, ...]
+
+
 class Frames(Reply, frozen=True, kw_only=True):
     """Which (trajectory, field) each of the raw frames that follow is."""
 
@@ -317,6 +340,7 @@ AnyRequest = (
     | ReturnTicket
     | Take
     | Fetch
+    | FetchRows
     | Consumed
 )
 AnyReply = RunState | Lease | Tickets | PutResult | Batch | NotReady | Frames | ConsumedResult | Done | Refused

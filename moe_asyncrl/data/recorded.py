@@ -15,9 +15,10 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from moe_asyncrl.data.group_wire import decode_group
 from moe_asyncrl.data.trajectory import Trajectory
 from moe_asyncrl.data.validate import ContractViolation
-from moe_asyncrl.data.wire import Frame, TrajectoryHeader, check_header, decode
+from moe_asyncrl.data.wire import Frame, TrajectoryHeader, check_header
 
 MAGIC = b"moegrp1\n"
 HEAD = struct.Struct("<8sIQQQ")
@@ -57,15 +58,13 @@ class Recorded:
         if xxhash.xxh3_64_intdigest(body) != self.digest:
             raise ContractViolation(f"{self.path}: the frames of group {self.group.index} are damaged")
         view, at = memoryview(body), 0
-        found = []
+        frames: list[Frame] = []
         for header in self.group.headers:
             check_header(header)
-            frames = []
             for spec in header.frames:
                 frames.append(view[at : at + spec.nbytes])
                 at += spec.nbytes
-            found.append(decode(header, frames))
-        return tuple(found)
+        return decode_group(self.group.headers, frames)
 
 
 def encode_record(group: RecordedGroup, frames: list[Frame]) -> list[Frame]:

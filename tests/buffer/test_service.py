@@ -43,6 +43,7 @@ REQUESTS: dict[type[m.Request], dict[str, Any]] = {
     },
     m.Take: {"step": 1, "version": 0, "groups": 2},
     m.Fetch: {"step": 1, "trajectories": (), "fields": ()},
+    m.FetchRows: {"step": 1, "blocks": (0,), "cuts": (), "digests": ()},
     m.Consumed: {"step": 1},
     m.AcquireLease: {"holder": "old"},
 }  # fmt: skip
@@ -216,7 +217,7 @@ def swap_frames(headers: Any, frames: Any) -> tuple[Any, Any]:
 
 
 def other_schema(headers: Any, frames: Any) -> tuple[Any, Any]:
-    return (msgspec.structs.replace(headers[0], schema=2), *headers[1:]), frames
+    return (msgspec.structs.replace(headers[0], schema=1), *headers[1:]), frames
 
 
 def other_type(headers: Any, frames: Any) -> tuple[Any, Any]:
@@ -239,7 +240,7 @@ BREAKS: dict[Break, str] = {
     extra_frame: "11 frames arrived, its headers list 10",
     cut_frame: "'tokens' has 44 bytes, its header says 48",
     swap_frames: "do not belong to these tokens",
-    other_schema: "schema 2",
+    other_schema: "schema 1",
     other_type: "'<i8' is not allowed",
     no_headers: "no trajectories",
     same_name: "there twice",

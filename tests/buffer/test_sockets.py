@@ -218,7 +218,12 @@ def test_every_request_may_be_sent_again_without_harm() -> None:
         with trainer(server, epoch=1, resend_s=0.1) as t:
             batch = t.take(1, 0, 2, deadline_s=20)
             assert [g.ticket.index for g in batch.groups] == [0, 1]
-            assert len(t.fetch(1, [h for g in batch.groups for h in g.headers])["0.0.0"]) == 5
+            headers = [h for g in batch.groups for h in g.headers]
+            found = t.fetch(1, headers)
+            assert len(found["0.0.0"]) == 5
+            needs = {"0.0.0": np.arange(1, 5)}
+            (rows,) = t.fetch_rows(1, headers, needs, [1], {"0.0.0": found["0.0.0"]["tokens"]}).values()
+            np.testing.assert_array_equal(rows.experts, found["0.0.0"]["routing.experts"][1:5, 1:])
             result = t.consumed(1)
             t.set_phase("finishing")
     assert to.lose == frozenset()

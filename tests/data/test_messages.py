@@ -37,6 +37,7 @@ REQUESTS: list[m.AnyRequest] = [
     m.PutGroup(**R, ticket=TICKET, headers=(HEADER,), failed=1),
     m.ReturnTicket(**R, ticket=TICKET, fate="filtered", reason="uniform", trajectories=2),
     m.Take(**R, step=5, version=4, groups=2),
+    m.FetchRows(**R, step=5, blocks=(0, 2), cuts=(m.RowCut("a", ((0, 4), (7, 9))),), digests=("a", "b")),
     m.Fetch(**R, step=5, trajectories=("a",), fields=("tokens",)),
     m.Consumed(**R, step=5),
 ]

@@ -30,7 +30,7 @@ def write(folder: Path, number: int, data: bytes) -> Path:
     return path
 
 
-@given(st.lists(trajectories(), min_size=1, max_size=3))
+@given(st.lists(trajectories(), min_size=1, max_size=3, unique_by=lambda t: t.identity.trajectory))
 def test_every_field_reads_back(tmp_path_factory: pytest.TempPathFactory, found: list[Trajectory]) -> None:
     path = write(tmp_path_factory.mktemp("t"), 0, record(1, found))
     (one,) = records_of(path)

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_asyncrl.data.digest import binding_digest
 from moe_asyncrl.data.trajectory import SCHEMA, SamplingMask, Trajectory
 from moe_asyncrl.data.validate import ContractViolation, validate
 from moe_asyncrl.data.wire import FIELDS, FrameSpec, TrajectoryHeader, arrays_of, decode, decode_arrays, encode
@@ -169,8 +168,12 @@ def test_a_moved_sampling_mask_is_caught_by_the_digest() -> None:
     t = trajectory(tokens=4)
     mask = SamplingMask(np.array([0, 0, 1, 2, 3], dtype=np.int64), np.array([5, 6, 7], dtype=np.int32))
     other = SamplingMask(mask.indptr, mask.ids[::-1].copy())
-    assert binding_digest(t.tokens, t.routing_experts, mask) != binding_digest(t.tokens, t.routing_experts, other)
-    assert binding_digest(t.tokens, t.routing_experts, None) != binding_digest(t.tokens, t.routing_experts, mask)
+    header, frames = encode(dataclasses.replace(t, sampling_mask=mask))
+    moved = encode(dataclasses.replace(t, sampling_mask=other))[1]
+    with pytest.raises(ContractViolation, match="mask does not belong to these tokens"):
+        decode(header, moved)
+    with pytest.raises(ContractViolation, match="mask do not belong to these tokens"):
+        decode(msgspec.structs.replace(header, mask_digest=encode(t)[0].mask_digest), frames)
 
 
 def test_half_a_pair_of_frames_is_refused() -> None:
