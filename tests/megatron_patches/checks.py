@@ -284,6 +284,26 @@ def expert_biases_are_added_once() -> None:
     on_ranks(Layout(tp=2), shared)
 
 
+def padding_is_not_counted() -> None:
+    """As many tokens as experts, three of them padding; then nothing but padding under a balance loss."""
+    alone()
+    from moe_asyncrl.train.model import build_model
+
+    spec = tiny_spec(num_layers=1, moe_layers=(True,))
+    sigmoid = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    balance = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+    (chunk,) = build_model(spec, ALONE, CPU, **sigmoid, **balance)
+    fill([chunk], vocab_size=spec.vocab_size)
+    router, tokens = chunk.decoder.layers[0].mlp.router, torch.arange(8)[None]
+    maps: list[torch.Tensor] = []
+    router.register_forward_hook(lambda _m, _i, out: maps.append(out[1]))
+    padding = tokens > 4
+    chunk(tokens, tokens, None, padding_mask=padding).sum().backward()
+    assert torch.equal(router.local_tokens_per_expert, maps[0][:5].sum(0).float())
+    chunk(tokens, tokens, None, padding_mask=padding | True).sum().backward()
+    assert router.weight.grad.isfinite().all()
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "unusable_transformer_engine": broken_transformer_engine,
     "unusable_apex": foreign_apex,
@@ -293,6 +313,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "optimizer_tensor_types": optimizers_step,
     "uneven_collectives": uneven_parts_travel,
     "router_gemm": model_runs,
+    "router_padding": padding_is_not_counted,
     "moe_split_sizes": experts_spread,
     "norm_sequence_parallel": norms_take_sequence_parallelism,
     "torch_adamw_state": optimizer_state_is_copied,
