@@ -96,8 +96,9 @@ class EngineControl(Protocol):
         """Finalise the weights once everything came. Returns the manifest of what was received."""
         ...
 
-    async def commit(self, update: str, *, version: int, manifest: str, deadline_s: float) -> None:
-        """Take the received weights as `version`; `manifest` is the sender's own. Only now may it resume."""
+    async def commit(self, update: str, *, version: int, manifest: str, held_as: str = "", deadline_s: float) -> None:
+        """Take the received weights as `version`; `manifest` is the sender's own. Only now may it resume. `held_as`: of
+        a copy, the manifest of the weights that were copied."""
         ...
 
     async def abandon(self, update: str, *, reason: str, deadline_s: float) -> Hold:

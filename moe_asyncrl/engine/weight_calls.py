@@ -46,9 +46,12 @@ class WeightCalls:
         """Finalise what was received. Returns its manifest."""
         return await self._do("finish", {"update": update}, str, deadline_s, "end of the weights")
 
-    async def commit(self, update: str, *, version: int, manifest: str, deadline_s: float) -> None:
-        """Serve the received weights as `version`. Raises EngineRefused if they are not those of `manifest`."""
-        body = {"update": update, "version": version, "manifest": manifest}
+    async def commit(self, update: str, *, version: int, manifest: str, held_as: str = "", deadline_s: float) -> None:
+        """Serve the received weights as `version`. Raises EngineRefused if they are not those of `manifest`.
+
+        `held_as`: of a copy, the manifest of the weights that were copied.
+        """
+        body = {"update": update, "version": version, "manifest": manifest, "held_as": held_as}
         await self._do("commit", body, type(None), deadline_s, f"commit of version {version}")
 
     async def abandon(self, update: str, *, reason: str, deadline_s: float) -> Hold:

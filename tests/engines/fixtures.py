@@ -68,6 +68,11 @@ class TestEngine:
 
         async def go() -> None:
             async with self.client() as client:
+                hold = await client.hold(deadline_s=20)
+                if hold.update:
+                    hold = await client.abandon(hold.update, reason="the test is over", deadline_s=20)
+                if hold.reason:
+                    await client.load_weights(str(self.model), -1, flush=False, deadline_s=60)
                 await client.resume(deadline_s=20)
                 await client.abort(None, deadline_s=20)
                 for left in range(20, -1, -1):  # an abort is answered before the last request is gone

@@ -14,8 +14,13 @@ MODE_VARIABLE = "MOE_ASYNCRL_ENGINE"
 
 
 def register() -> None:
-    """SGLang's entry point: close the CPU gaps in a CPU engine; leave a GPU engine and anybody else's engine alone."""
-    if os.environ.get(MODE_VARIABLE) == "cpu":
+    """SGLang's entry point: an engine of ours receives weights, a CPU engine has its gaps closed, others stay alone."""
+    mode = os.environ.get(MODE_VARIABLE)
+    if mode == "cpu":
         from moe_asyncrl.engine.plugin.cpu import register_cpu
 
         register_cpu()
+    if mode in ("cpu", "gpu"):
+        from moe_asyncrl.engine.plugin.weights_hooks import register_weights
+
+        register_weights()

@@ -114,11 +114,9 @@ def register_cpu() -> None:
 
     Raises SystemExit if SGLang has changed: it would only log that a hook failed, and serve without it.
     """
-    import importlib
     import multiprocessing
-    import pkgutil
 
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from moe_asyncrl.engine.plugin.hooks import register_hooks
 
     hooks = list(HOOKS)
     if multiprocessing.parent_process() is None:
@@ -127,14 +125,5 @@ def register_cpu() -> None:
             ("sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup", "replace", "cpu:skip_freeze"),
             ("sglang.srt.entrypoints.engine._set_envs_and_config", "after", "cpu:fork_children"),
         ]
-    for target, kind, where in hooks:
-        module, function = where.split(":")
-        hook = getattr(importlib.import_module(f"moe_asyncrl.engine.plugin.{module}"), function)
-        try:
-            pkgutil.resolve_name(target)
-        except (ImportError, AttributeError) as e:
-            raise SystemExit(
-                f"Error: this version of SGLang has no {target}, which a CPU engine must replace: {e}"
-            ) from e
-        HookRegistry.register(target, hook, HookType(kind))
+    register_hooks(hooks, "which a CPU engine must replace")
     unpin()

@@ -1,0 +1,115 @@
+"""SGLang's scheduler as the receiver of weights sees it (0.5.23)."""
+
+from __future__ import annotations
+
+import http
+from typing import Any
+
+import torch
+
+from moe_asyncrl.engine.plugin.weights_places import Params
+
+
+class SchedulerEngine:
+    """Implements `weights_receiver.Engine`."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._manager = scheduler.weight_updater
+        self._runner = scheduler.tp_worker.model_runner
+        self._group = self._manager.tp_cpu_group
+        self.rank = int(torch.distributed.get_rank(self._group))
+        self.ranks = int(torch.distributed.get_world_size(self._group))
+        name = str(self._runner.device)
+        self.device = torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+
+    @property
+    def _updater(self) -> Any:
+        return self._runner.weight_updater
+
+    @property
+    def _model(self) -> Any:
+        return self._updater.get_model()
+
+    def gather(self, value: Any) -> list[Any]:
+        if self.ranks == 1:
+            return [value]
+        values: list[Any] = [None] * self.ranks
+        torch.distributed.all_gather_object(values, value, group=self._group)
+        return values
+
+    def paused(self) -> bool:
+        return bool(self._scheduler._engine_paused)
+
+    def unfit(self) -> str:
+        from sglang.srt.model_executor.model_runner_components import weight_updater
+        from sglang.srt.runtime_context import get_model
+
+        if len(self._manager._select_runners("all")) > 1:
+            return "it has a draft model, whose weights this update would not reach"
+        if self._manager._session is not None:
+            return "a weight update of SGLang's own is open (/begin_weight_update); end it first"
+        if self._manager.offload_tags:
+            return (
+                f"its memory is released ({', '.join(sorted(map(str, self._manager.offload_tags)))}); resume it first"
+            )
+        if get_model().weight_cache_mode != "off":
+            return "its weights lie in SGLang's weight cache, which other engines share (--weight-cache-mode)"
+        return str(weight_updater._unsupported_derived_weight_cache_error(self._model) or "")
+
+    def params(self) -> Params:
+        model = self._model
+        return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    def load(self, named: Any) -> object:
+        return self._model.load_weights(iter(named))
+
+    def groups(self) -> dict[str, Any]:
+        return dict(self._updater._model_update_group)
+
+    def begin(self) -> None:
+        self._updater.begin_weight_update()
+
+    def end(self, *, copied: bool) -> None:
+        if copied:
+            from sglang.srt.model_loader.loader import post_load_weights
+
+            # What was copied is final already.
+            post_load_weights(self._model)
+        else:
+            self._updater.end_weight_update(run_post_load=True)
+
+    def unfit_for_copy(self) -> str:
+        """Why its parameters alone are not all of its weights; empty if they are."""
+        if getattr(self._model, "quant_config", None) is not None:
+            return "its weights are quantised: what it made of them on loading cannot be copied"
+        return ""
+
+    def name_version(self, version: int) -> None:
+        self._scheduler.record_weight_version_change(new_version=str(version))
+
+    def weights_changed(self, changes: int) -> None:
+        for req in self._scheduler.waiting_queue:
+            stamp(req, changes)
+
+    def answer_all(self, reason: str) -> None:
+        from sglang.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
+
+        # A request that runs would be ended by one more step of the model. Retracted, it waits, and what waits is
+        # answered without one.
+        self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+        self._scheduler.abort_request(AbortReq(abort_all=True, finished_reason=error_reason(reason)))
+
+
+def error_reason(reason: str) -> dict[str, Any]:
+    """Makes the HTTP reply an error."""
+    return {"type": "abort", "status_code": http.HTTPStatus.SERVICE_UNAVAILABLE, "message": reason}
+
+
+def stamp(req: Any, changes: int) -> None:
+    """Give a request that has no KV yet a tree of the prefix cache that only weights after `changes` changes write."""
+    if req.kv.holds_kv:
+        return
+    if not hasattr(req, "_moe_asyncrl_key"):
+        req._moe_asyncrl_key = req.extra_key
+    req.extra_key = f"{req._moe_asyncrl_key or ''}|weights {changes}"
