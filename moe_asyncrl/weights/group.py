@@ -1,8 +1,13 @@
-"""The process group of updates: the trainer's first rank and every rank of every engine.
+"""Process groups of updates: one trainer rank, which is rank 0, and every rank of some engines.
 
-It stands beside the trainer's own groups and uses none of torch.distributed's global state, so that it can be made,
-dropped and made again while the trainer lives. All waits are polled: an engine that refuses is heard at once, also
-while others are already inside a blocking call.
+They stand beside the trainer's own groups and use none of torch.distributed's global state, so that they can be made,
+dropped and made again while the trainer lives. The first trainer rank forms them one after the other, so no two
+engines ever wait for each other's join:
+
+    first rank:  open (a store, the engines' joins, their arrival) ─▶ order to the sender ─▶ finish (the joins' outcome)
+    sender:      connect
+
+All waits are bounded; while the engines arrive, one that refuses is heard at once.
 """
 
 from __future__ import annotations
@@ -14,146 +19,183 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
+import msgspec
 import torch.distributed as dist
 
 from moe_asyncrl.data.protocols import EngineControl
 from moe_asyncrl.weights.backend import Transport
 from moe_asyncrl.weights.failure import EnginesFailed, raise_if_any
+from moe_asyncrl.weights.transport import SendFailed
 
 _c10d: Any = dist
-"""For the names that torch leaves out of the module's typing."""
 POLL_S = 0.005
 GRACE_S = 5.0
 """How long engines may take to come out of a rendezvous or a collective that was called off."""
 
 
-class BroadcastFailed(Exception):
-    """The backend's own words."""
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and how the ranks of a group meet."""
+
+    name: str
+    """Never used before."""
+    host: str
+    port: int
+    world_size: int
+    backend: Transport
+    timeout_s: float
 
 
-class UpdateGroup:
-    """A formed group. Made by `form`; `dissolve` it, or `abandon` it when something in it failed."""
+class Meeting:
+    """One group as it is formed, on the first rank. Made by `open`; then `finish`, or `call_off`."""
 
-    def __init__(self, name: str, transport: Transport, engines: tuple[EngineControl, ...], process_group: Any) -> None:
-        self.name = name
-        self.transport = transport
-        self.engines = engines
-        self._process_group = process_group
+    def __init__(self, store: _Store, engines: tuple[EngineControl, ...], joins: dict[str, asyncio.Task[None]]) -> None:
+        self._store, self._engines, self._joins = store, engines, joins
+        self.rendezvous = store.rendezvous
 
     @classmethod
-    async def form(
-        cls, engines: Sequence[EngineControl], *, name: str, host: str, transport: Transport, timeout_s: float
-    ) -> UpdateGroup:
-        """Meet all ranks of `engines` at a store on `host`. `name` must never have been used before.
+    async def open(
+        cls, engines: Sequence[EngineControl], *, name: str, host: str, backend: Transport, timeout_s: float
+    ) -> Meeting:
+        """Have all engines come to a store here; returns when they are there.
 
         Raises:
             EnginesFailed: an engine refused, died or did not come within `timeout_s` seconds; the others are free.
         """
         first_ranks, world_size = _first_ranks(engines)
-        meeting = _Meeting(host, world_size, name, transport, timeout_s)
+        store = _Store(name, host, world_size, backend, timeout_s)
         joins = {
             engine.name: asyncio.create_task(
                 engine.join_group(
                     address=host,
-                    port=meeting.port,
+                    port=store.rendezvous.port,
                     rank_offset=first_ranks[engine.name],
                     world_size=world_size,
                     group=name,
-                    backend=transport,
+                    backend=backend,
                     deadline_s=timeout_s + GRACE_S,
                 )
             )
             for engine in engines
         }
+        meeting = cls(store, tuple(engines), joins)
         try:
-            await _arrivals(meeting, engines, first_ranks, joins, timeout_s)
-            process_group = await _connect(meeting, joins, timeout_s)
-            raise_if_any(await _outcomes(joins, timeout_s))
+            await meeting._arrivals(first_ranks, timeout_s)
         except EnginesFailed as failure:
-            # Without the store, engines that wait in the rendezvous come out of it with an error.
-            meeting.close()
-            others = {name: task for name, task in joins.items() if name not in failure.lost}
-            stuck = await _outcomes(others, GRACE_S, only_unfinished=True) if others else {}
-            await _leave([e for e in engines if e.name not in stuck], name, GRACE_S)
-            raise EnginesFailed({**stuck, **failure.lost}) from failure
-        finally:
-            meeting.close()
-            for task in joins.values():
-                task.cancel()
-        return cls(name, transport, tuple(engines), process_group)
+            raise await meeting.call_off(failure) from None
+        return meeting
 
-    async def broadcast(self, flat: torch.Tensor) -> None:
-        """Send a contiguous uint8 tensor from here to all engines; returns when this side is done with the memory.
+    async def finish(self) -> None:
+        """After the sender has connected. Raises EnginesFailed, with the others free."""
+        timeout_s = self.rendezvous.timeout_s
+        failed = await _outcomes(self._joins, timeout_s)
+        if failed:
+            raise await self.call_off(EnginesFailed(failed))
+        self._store.close()
 
-        Raises BroadcastFailed if a peer is gone or the time limit passed.
-        """
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
-        work, reason = None, ""
-        try:
-            if self.transport == "nccl":
-                # The first NCCL collective blocks its thread until every rank is there.
-                work = await asyncio.to_thread(self._process_group.broadcast, [flat], options)
-            else:
-                work = self._process_group.broadcast([flat], options)
-            pause = 0.0002
-            while not work.is_completed():
-                await asyncio.sleep(pause)
-                pause = min(pause * 1.5, POLL_S)
-            work.wait()
-        except (RuntimeError, dist.DistError) as error:
-            reason = " ".join(str(error).split())[:300]
-        finally:
-            # A traceback that somebody keeps would keep the connections open, which others take for life.
-            work = None
-        if reason:
-            raise BroadcastFailed(reason)
+    async def call_off(self, failure: EnginesFailed) -> EnginesFailed:
+        """Free the engines. Returns the failure to raise: engines at fault are those that `failure` names, or the ones
+        that do not come out."""
+        # Without the store, engines that wait in the rendezvous come out of it with an error.
+        self._store.close()
+        lost = {**_errors(self._joins), **failure.lost} if not failure.lost else dict(failure.lost)
+        others = {name: task for name, task in self._joins.items() if name not in lost}
+        stuck = await _outcomes(others, GRACE_S, only_unfinished=True) if others else {}
+        await leave([e for e in self._engines if e.name not in stuck], self.rendezvous.name)
+        for task in self._joins.values():
+            task.cancel()
+        return EnginesFailed({**stuck, **lost}, str(failure))
 
-    async def leave(self, engines: Sequence[EngineControl]) -> None:
-        """Have those of `engines` that are in the group drop it. One that fails to is not asked twice."""
-        await _leave([e for e in engines if e in self.engines], self.name, GRACE_S)
-
-    async def dissolve(self, engines: Sequence[EngineControl]) -> None:
-        """Drop the group on `engines` and here."""
-        await self.leave(engines)
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Drop this side. Engines that wait in a collective of the group come out of it with an error."""
-        process_group, self._process_group = self._process_group, None
-        if process_group is not None and self.transport == "nccl":
-            process_group.abort()
+    async def _arrivals(self, first_ranks: dict[str, int], timeout_s: float) -> None:
+        """Wait until every engine is in the rendezvous. Raises EnginesFailed on a refusal, or at the deadline."""
+        end = time.monotonic() + timeout_s
+        while True:
+            raise_if_any(_errors(self._joins))
+            if all(task.done() for task in self._joins.values()):
+                return
+            there = self._store.arrived()
+            late = [
+                e
+                for e in self._engines
+                if not set(range(first_ranks[e.name], first_ranks[e.name] + e.world_size)) <= there
+            ]
+            if not late:
+                return
+            if time.monotonic() > end:
+                raise EnginesFailed({e.name: f"did not join the update group within {timeout_s:g} s" for e in late})
+            await asyncio.sleep(POLL_S)
 
 
-class _Meeting:
+def connect(at: Rendezvous) -> Any:
+    """The sender's end, rank 0 of the group. Blocks until all ranks are connected (gloo), or not at all (NCCL).
+
+    Raises SendFailed.
+    """
+    limit = timedelta(seconds=at.timeout_s)
+    reason = ""
+    try:
+        store = _c10d.TCPStore(at.host, at.port, None, False, limit)
+        # SGLang's init_custom_process_group and torch's helper each put the name in front of the keys.
+        store = _c10d.PrefixStore(f"{at.name}/", _c10d.PrefixStore(at.name, store))
+        if at.backend == "nccl":
+            options = _c10d.ProcessGroupNCCL.Options()
+            # Above our own limit: the watchdog's way of ending a collective is to end the process.
+            options._timeout = 2 * limit
+            return _c10d.ProcessGroupNCCL(_c10d.PrefixStore("cuda/", store), 0, at.world_size, options)
+        gloo = _c10d.ProcessGroupGloo._Options()
+        gloo._timeout = limit
+        gloo._devices = [_c10d.ProcessGroupGloo.create_device(hostname=own_address(at.host, at.port))]
+        return _c10d.ProcessGroupGloo(_c10d.PrefixStore("cpu/", store), 0, at.world_size, gloo)
+    except (RuntimeError, dist.DistError) as error:
+        reason = " ".join(str(error).split())[:300]
+    raise SendFailed(f"the group {at.name} was not formed within {at.timeout_s:g} s ({reason})")
+
+
+def drop(process_group: Any) -> None:
+    """Leave a group. Engines that wait in one of its collectives come out of it with an error."""
+    with contextlib.suppress(Exception):
+        process_group.abort()
+
+
+def own_address(host: str, port: int) -> str:
+    """This machine's address on the way to `host`: gloo listens there."""
+    import socket
+
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
+async def leave(engines: Sequence[EngineControl], name: str) -> None:
+    """Have engines drop a group; one that never joined, or is dead, is out of it anyway."""
+
+    async def one(engine: EngineControl) -> None:
+        with contextlib.suppress(Exception):
+            await engine.leave_group(group=name, deadline_s=GRACE_S)
+
+    await asyncio.gather(*(one(engine) for engine in engines))
+
+
+class _Store:
     """The store at which the ranks meet. Closing it ends the rendezvous of whoever still waits there."""
 
-    def __init__(self, host: str, world_size: int, name: str, transport: Transport, timeout_s: float) -> None:
-        self._timeout = timedelta(seconds=timeout_s)
-        self._store: Any = _c10d.TCPStore(host, 0, world_size, True, self._timeout, wait_for_workers=False)
-        self._host, self._world_size, self._name, self._transport = host, world_size, name, transport
-        self.port = int(self._store.port)
+    def __init__(self, name: str, host: str, world_size: int, backend: Transport, timeout_s: float) -> None:
+        limit = timedelta(seconds=timeout_s)
+        self._store: Any = _c10d.TCPStore(host, 0, world_size, True, limit, wait_for_workers=False)
+        self.rendezvous = Rendezvous(
+            name=name,
+            host=host,
+            port=int(self._store.port),
+            world_size=world_size,
+            backend=backend,
+            timeout_s=timeout_s,
+        )
 
     def arrived(self) -> set[int]:
         """Ranks that have published their address (gloo only)."""
-        prefix = f"{self._name}/{self._name}//cpu//0/"
+        name = self.rendezvous.name
+        prefix = f"{name}/{name}//cpu//0/"
         keys = [str(key).removeprefix(prefix) for key in self._store.list_keys() if str(key).startswith(prefix)]
         return {int(key) for key in keys if key.isdigit()}
-
-    def connect(self) -> Any:
-        """This side's process group, rank 0. Blocks until all ranks are connected (gloo) or at once (NCCL)."""
-        # SGLang's init_custom_process_group and torch's helper each put the name in front of the keys.
-        store = _c10d.PrefixStore(f"{self._name}/", _c10d.PrefixStore(self._name, self._store))
-        if self._transport == "nccl":
-            options = _c10d.ProcessGroupNCCL.Options()
-            # Above our own limit: the watchdog's way of ending a collective is to end the process.
-            options._timeout = 2 * self._timeout
-            return _c10d.ProcessGroupNCCL(_c10d.PrefixStore("cuda/", store), 0, self._world_size, options)
-        gloo = _c10d.ProcessGroupGloo._Options()
-        gloo._timeout = self._timeout
-        gloo._devices = [_c10d.ProcessGroupGloo.create_device(hostname=self._host)]
-        return _c10d.ProcessGroupGloo(_c10d.PrefixStore("cpu/", store), 0, self._world_size, gloo)
 
     def close(self) -> None:
         """Stop serving. Idempotent."""
@@ -167,48 +209,6 @@ def _first_ranks(engines: Sequence[EngineControl]) -> tuple[dict[str, int], int]
         first[engine.name] = size
         size += engine.world_size
     return first, size
-
-
-async def _arrivals(
-    meeting: _Meeting,
-    engines: Sequence[EngineControl],
-    first_ranks: dict[str, int],
-    joins: dict[str, asyncio.Task[None]],
-    timeout_s: float,
-) -> None:
-    """Wait until every engine is in the rendezvous. Raises EnginesFailed on the first refusal, or at the deadline."""
-    end = time.monotonic() + timeout_s
-    while True:
-        raise_if_any(_errors(joins))
-        if all(task.done() for task in joins.values()):
-            return
-        there = meeting.arrived()
-        late = [e for e in engines if not set(range(first_ranks[e.name], first_ranks[e.name] + e.world_size)) <= there]
-        if not late:
-            return
-        if time.monotonic() > end:
-            raise EnginesFailed({e.name: f"did not join the update group within {timeout_s:g} s" for e in late})
-        await asyncio.sleep(POLL_S)
-
-
-async def _connect(meeting: _Meeting, joins: dict[str, asyncio.Task[None]], timeout_s: float) -> Any:
-    """Connect to all ranks, unless one of them fails meanwhile."""
-    connecting = asyncio.create_task(asyncio.to_thread(meeting.connect))
-    while not connecting.done():
-        failed = _errors(joins)
-        if failed:
-            # The thread ends by its own time limit; what it makes then is dropped.
-            connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
-            raise EnginesFailed(failed)
-        await asyncio.sleep(POLL_S)
-    try:
-        return connecting.result()
-    except RuntimeError as error:
-        await asyncio.sleep(0.2)
-        failed = _errors(joins) or {
-            name: f"did not connect within {timeout_s:g} s ({error})" for name, task in joins.items() if not task.done()
-        }
-        raise EnginesFailed(failed) from error
 
 
 def _errors(tasks: dict[str, asyncio.Task[None]]) -> dict[str, str]:
@@ -226,12 +226,3 @@ async def _outcomes(
     await asyncio.wait(tasks.values(), timeout=wait_s)
     unfinished = {name: f"did not answer within {wait_s:g} s" for name, task in tasks.items() if not task.done()}
     return unfinished if only_unfinished else {**_errors(tasks), **unfinished}
-
-
-async def _leave(engines: Sequence[EngineControl], name: str, deadline_s: float) -> None:
-    async def leave(engine: EngineControl) -> None:
-        # An engine that never joined refuses, and a dead one cannot: both are out of the group.
-        with contextlib.suppress(Exception):
-            await engine.leave_group(group=name, deadline_s=deadline_s)
-
-    await asyncio.gather(*(leave(engine) for engine in engines))

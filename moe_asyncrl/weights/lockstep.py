@@ -36,6 +36,22 @@ class Lockstep:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return msgspec.msgpack.decode(self._broadcast(buffer).numpy().tobytes(), type=kind)
 
+    def gather(self, value: T, kind: type[T]) -> list[T]:
+        """Every rank's `value`, by rank, on every rank."""
+        if self._world_size == 1:
+            return [value]
+        device = collective_device(self._group)
+        data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self._world_size)]
+        dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=self._group)
+        counts = [int(size) for size in sizes]
+        mine = torch.zeros(max(counts), dtype=torch.uint8)
+        mine[: len(data)] = data
+        found = [torch.empty(max(counts), dtype=torch.uint8, device=device) for _ in counts]
+        dist.all_gather(found, mine.to(device), group=self._group)
+        pairs = zip(found, counts, strict=True)
+        return [msgspec.msgpack.decode(row.cpu().numpy().tobytes()[:size], type=kind) for row, size in pairs]
+
     def first_problem(self, own: str) -> str:
         """Every rank gives its problem ("" for none); the one to report comes back on every rank.
 

@@ -125,7 +125,7 @@ class GroupSender:
         buffer, self._current = self._current, None
         works, reason = [], ""
         try:
-            works = _start(link, message)
+            works = _start(link, message, number)
         except (RuntimeError, dist.DistError) as error:
             reason = _brief(error)
         if reason:
@@ -168,9 +168,9 @@ class GroupSender:
             raise SendFailed(f"{what}: {reason}")
 
 
-def _start(link: Link, message: torch.Tensor) -> list[Any]:
+def _start(link: Link, message: torch.Tensor, number: int) -> list[Any]:
     if link.to is not None:
-        return [link.process_group.send([message], rank, 0) for rank in link.to]
+        return [link.process_group.send([message], rank, number) for rank in link.to]
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
     return [link.process_group.broadcast([message], options)]

@@ -21,7 +21,7 @@ from moe_asyncrl.data.protocols import EngineControl
 from moe_asyncrl.weights.backend import Transport
 from moe_asyncrl.weights.buckets import Bucket
 from moe_asyncrl.weights.failure import EnginesFailed, raise_if_any
-from moe_asyncrl.weights.group import GRACE_S, UpdateGroup
+from moe_asyncrl.weights.update_group import GRACE_S, UpdateGroup
 
 
 class Updater:
