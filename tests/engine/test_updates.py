@@ -18,7 +18,7 @@ from moe_asyncrl.data.trajectory import SamplingParams
 from moe_asyncrl.engine.client import EngineClient
 from moe_asyncrl.engine.completion import Completion, GenerateRequest
 from moe_asyncrl.engine.errors import EngineRefused, EngineTimeout
-from moe_asyncrl.weights.group import UpdateGroup
+from moe_asyncrl.weights.update_group import UpdateGroup
 from tests.engines.fixtures import EngineHouse, TestEngine
 from tests.engines.models import Reference, make_model
 
@@ -88,16 +88,21 @@ def test_versions_switch_where_the_weights_did(fresh: TestEngine, other: Referen
     assert done.experts is not None and len(done.experts) == 7 + 400 - 1
     rows = 7 + switch - 1
     ids = [*map(int, r.input_ids), *done.output_ids.tolist()][:-1]
+    # Either way the rows recorded at sampling stay, and the engine says which weights made each.
+    assert (done.experts[:rows] == fresh.reference.experts(ids)[:rows]).all()
+    assert done.row_runs is not None
+    said = [(r.start, r.end, r.version, r.source) for r in done.row_runs]
+    assert said == [(0, 7, -1, "prefilled"), (7, rows, -1, "sampled"), (rows, len(ids), 7, "sampled")]
     if mode == "retract":
-        # Everything was prefilled again: the later tokens are the new weights' own, and so are all rows.
+        # Everything was prefilled again: the later tokens are the new weights' own, and so are their rows (fault 25).
         assert done.retractions >= 1
         assert new[switch:].max() <= TOLERANCE
-        assert (done.experts == other.experts(ids)).all()
+        assert (done.experts[rows:] == other.experts(ids)[rows:]).all()
+        assert (other.experts(ids)[:rows] != done.experts[:rows]).any()
     else:
         # Keys stay, so the earlier rows are the old weights', and the later tokens are neither model's alone.
         assert done.retractions == 0
         assert np.median(new[switch:]) >= 100 * TOLERANCE
-        assert (done.experts[:rows] == fresh.reference.experts(ids)[:rows]).all()
     assert (done.experts != fresh.reference.experts(ids)).any()
 
 
