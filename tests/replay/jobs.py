@@ -21,8 +21,8 @@ Seen = dict[tuple[str, int, int], list[tuple[int, ...]]]
 """(trajectory, row, global layer) -> the experts that the router used, each time that it was called for the row."""
 
 
-def build(layout: Layout, hf_dir: str, *, recompute: str = "off") -> Any:
-    """The model of an HF directory on this rank."""
+def build(layout: Layout, hf_dir: str, *, recompute: str = "off", **options: Any) -> Any:
+    """The model of an HF directory on this rank; `options` go on to `build_model`."""
     from moe_asyncrl.train.build import build_model_on_rank
 
     spec = ModelSpec.from_hf(hf_dir)
@@ -34,6 +34,7 @@ def build(layout: Layout, hf_dir: str, *, recompute: str = "off") -> Any:
         recompute=recompute,  # type: ignore[arg-type]
         distributed_optimizer=False,
         hf_dir=hf_dir,
+        **options,
     )
 
 
