@@ -56,7 +56,13 @@ def samples(
 
 
 def micro_batches(
-    given: list[Sample], spec: ModelSpec, layout: Layout, *, tokens: int, replay: bool
+    given: list[Sample],
+    spec: ModelSpec,
+    layout: Layout,
+    *,
+    tokens: int,
+    replay: bool,
+    vocabulary: range | None = None,
 ) -> list[MicroBatch]:
     """This rank's micro-batches."""
     at = layout.coordinates(dist.get_rank())
@@ -71,7 +77,11 @@ def micro_batches(
     )
     return [
         make_micro_batch(
-            [given[i] for i in numbers], layout=layout, rank=dist.get_rank(), router=router if replay else None
+            [given[i] for i in numbers],
+            layout=layout,
+            rank=dist.get_rank(),
+            router=router if replay else None,
+            vocabulary=vocabulary,
         )
         for numbers in packing.ranks[at.dp]
     ]
