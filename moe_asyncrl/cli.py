@@ -93,6 +93,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokens", action="store_true", help="each token with its version and log-probability")
     p.add_argument("--json", action="store_true", help="a JSON object a line")
 
+    p = add(
+        "mismatch", _mismatch, "Take apart the gap between sampler and trainer. Exits with 1 if a bound does not hold."
+    )
+    p.add_argument("target", metavar="RUN|CHECKPOINT", help="run folder, or one of its checkpoints to evaluate under")
+    p.add_argument("--step", type=int, help="only trajectories of this step")
+    p.add_argument("--limit", type=int, default=64, help="trajectories at most, the newest ones (default: 64)")
+    p.add_argument("--same-version", action="store_true", help="only tokens that the evaluated weights sampled")
+    p.add_argument("--max-kl", type=float, metavar="X", help="bound on the mean k3, nats a token")
+    p.add_argument("--max-abs", type=float, metavar="Y", help="bound on the largest difference of log-probabilities")
+    p.add_argument("--json", action="store_true", help="all figures as one JSON object")
+    p.add_argument("--picture", metavar="FILE", help="write a picture too (SVG)")
+
     p = add("role", _role, "Run one role of a run (what `run` and Slurm start).")
     p.add_argument("role", choices=ROLES)
     p.add_argument("--run", required=True, metavar="DIR", help="run folder")
@@ -326,6 +338,22 @@ def _samples(args: argparse.Namespace) -> int:
     from moe_asyncrl.cluster.samples import samples
 
     return samples(args.run, step=args.step, group=args.group, limit=args.limit, tokens=args.tokens, as_json=args.json)
+
+
+def _mismatch(args: argparse.Namespace) -> int:
+    from moe_asyncrl.cluster.mismatch import Wanted, mismatch
+
+    wanted = Wanted(
+        target=args.target,
+        step=args.step,
+        limit=args.limit,
+        same_version=args.same_version,
+        max_kl=args.max_kl,
+        max_abs=args.max_abs,
+        as_json=args.json,
+        picture=args.picture,
+    )
+    return mismatch(wanted)
 
 
 def _role(args: argparse.Namespace) -> int:
