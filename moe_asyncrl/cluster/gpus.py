@@ -81,22 +81,26 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """By the engine's number on this machine; `tp` each."""
 
 
-def place(gpus: int, *, ranks: int, engines: int, tp: int) -> Placement:
+def place(gpus: int, *, ranks: int, engines: int, tp: int, colocated: bool = False) -> Placement:
     """Trainer ranks take the first GPUs, one each; the engines follow, `tp` neighbours each. Nobody shares.
+
+    `colocated`: the engines begin at the first GPU as well, and take turns with the trainer.
 
     Raises `UserError` if `gpus` (above 0) are too few; 0 means a machine without GPUs, where nothing is assigned.
     """
     if gpus == 0:
         return Placement(trainers=((),) * ranks, engines=((),) * engines)
-    need = ranks + engines * tp
+    need = max(ranks, engines * tp) if colocated else ranks + engines * tp
     if need > gpus:
+        rule = "engines share those of the trainer and not each other's" if colocated else "a GPU is never shared"
         raise UserError(
-            f"{ranks} trainer ranks and {engines} engines with tp {tp} need {need} GPUs, there are {gpus}: a GPU is "
-            "never shared; lower trainer.dp, engine.count or engine.tp"
+            f"{ranks} trainer ranks and {engines} engines with tp {tp} need {need} GPUs, there are {gpus}: {rule}; "
+            "lower trainer.dp, engine.count or engine.tp"
         )
+    first = 0 if colocated else ranks
     return Placement(
         trainers=tuple((rank,) for rank in range(ranks)),
-        engines=tuple(tuple(range(ranks + j * tp, ranks + (j + 1) * tp)) for j in range(engines)),
+        engines=tuple(tuple(range(first + j * tp, first + (j + 1) * tp)) for j in range(engines)),
     )
 
 

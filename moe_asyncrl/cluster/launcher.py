@@ -90,7 +90,13 @@ def engine_count(recipe: Recipe) -> int:
 def place_here(recipe: Recipe) -> Placement:
     """GPUs of this machine for the roles. Raises `UserError` if it has some, and too few."""
     gpus = count_usable() if NVIDIA_DEVICE.exists() else 0
-    return place(gpus, ranks=world_size(recipe), engines=engine_count(recipe), tp=recipe.engine.tp)
+    return place(
+        gpus,
+        ranks=world_size(recipe),
+        engines=engine_count(recipe),
+        tp=recipe.engine.tp,
+        colocated=recipe.engine.colocated,
+    )
 
 
 def positions_text(positions: Sequence[int]) -> str | None:

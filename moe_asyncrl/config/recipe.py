@@ -168,6 +168,8 @@ class Engine(Section, frozen=True, kw_only=True):
     """Longest time for one generation request, in seconds."""
     restarts: Annotated[int, Meta(ge=0)] = 2
     """Times that a server that died is started again."""
+    colocated: bool = False
+    """Trainer and servers share GPUs and take turns: servers give back their memory while the trainer trains."""
     extra_args: tuple[str, ...] = ()
     """Further arguments for `sglang.launch_server`."""
 

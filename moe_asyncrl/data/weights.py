@@ -11,7 +11,9 @@ from typing import Literal
 import msgspec
 
 Transport = Literal["broadcast", "direct", "disk", "shared_memory", "copy"]
-State = Literal["serving", "prepared", "receiving", "received", "broken"]
+State = Literal["serving", "prepared", "receiving", "received", "broken", "asleep"]
+Memory = Literal["weights", "cache"]
+"""What an engine gives back when it sleeps, and gets again in this order."""
 ROUTE = "/moe_asyncrl/weights"
 
 
@@ -73,6 +75,8 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True):
     paused: bool
     whole_only: str
     """Why it takes neither slices (`direct`) nor deltas; empty if it takes them."""
+    released: tuple[Memory, ...] = ()
+    """Memory that it has given back."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):

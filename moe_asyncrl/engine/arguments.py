@@ -54,6 +54,7 @@ def engine_args(recipe: Recipe, index: int, *, cpu: bool, api_key: str) -> Engin
         api_key=api_key,
         mask_tokens=mask_tokens(recipe.rollout, spec.vocab_size),
         metrics=recipe.telemetry.prometheus,
+        colocated=recipe.engine.colocated,
         cores=spread_cores(e.tp, index, cores) if cpu and e.tp > 1 else (),
         extra_args=e.extra_args,
     )

@@ -53,6 +53,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens that a sampling mask may keep; None is SGLang's default."""
     metrics: bool = False
     """Serve SGLang's own figures for Prometheus under /metrics, which needs no key."""
+    colocated: bool = False
+    """It shall be able to give its memory back, which on a GPU needs SGLang's memory saver."""
     cores: tuple[int, ...] = ()
     """CPU only: one core per rank; required when `tp` is above 1."""
     extra_args: tuple[str, ...] = ()
@@ -87,6 +89,8 @@ def build_command(args: EngineArgs, *, cpu: bool) -> Command:
     ]  # fmt: skip
     if args.moe:
         argv.append("--enable-return-routed-experts")
+    if args.colocated and not cpu:
+        argv.append("--enable-memory-saver")
     if args.metrics:
         argv.append("--enable-metrics")
     if not args.tokenizer:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from moe_asyncrl.data.errors import StaleEpoch
-from moe_asyncrl.data.weights import ROUTE, CopyOffer, Hold, Prepare, Progress
+from moe_asyncrl.data.weights import ROUTE, CopyOffer, Hold, Memory, Prepare, Progress
 from moe_asyncrl.engine.errors import EngineRefused, MalformedReply
 
 T = TypeVar("T")
@@ -67,6 +67,18 @@ class WeightCalls:
     async def send_copy(self, copy: str, count: int, *, deadline_s: float) -> str:
         """Send the next `count` messages of the offer. Returns the manifest of those sent so far."""
         return await self._do("send_copy", {"copy": copy, "count": count}, str, deadline_s, "copy of its weights")
+
+    async def sleep(self, *, epoch: int, deadline_s: float) -> Hold:
+        """Give all device memory back. Raises EngineRefused unless it is paused and no request holds keys and values.
+
+        Requests that come meanwhile wait. Its weights are gone: only an update with all weights wakes it whole.
+        """
+        return await self._do("sleep", {"epoch": epoch}, Hold, deadline_s, "order to sleep")
+
+    async def wake(self, memory: Memory, *, epoch: int, deadline_s: float) -> Hold:
+        """Get memory back: of weights before an update, of the cache after its commit."""
+        body = {"epoch": epoch, "memory": memory}
+        return await self._do("wake", body, Hold, deadline_s, f"order to take back its memory of {memory}")
 
     async def _do(self, do: str, body: dict[str, Any], kind: type[T], deadline_s: float, what: str) -> T:
         content = await self._call("POST", ROUTE, msgspec.json.encode({"do": do, **body}), deadline_s, what)

@@ -79,6 +79,10 @@ def test_a_role_takes_its_place_among_the_gpus_that_it_was_given() -> None:
         (lambda: parse_positions("rank", {}), "LOCAL_RANK is not set"),
         (lambda: parse_positions("GPU-1", {}), "expected positions such as 0,1"),
         (lambda: place(3, ranks=2, engines=1, tp=2), "need 4 GPUs, there are 3: a GPU is never shared"),
+        (
+            lambda: place(3, ranks=1, engines=2, tp=2, colocated=True),
+            "need 4 GPUs, there are 3: engines share those of",
+        ),
         (lambda: rank_variables({"SLURM_PROCID": "0"}), "neither RANK nor SLURM_LOCALID is set"),
     ],
 )
@@ -89,6 +93,8 @@ def test_too_few_gpus_or_no_rank_is_one_sentence(call: Callable[[], object], say
 
 def test_on_one_machine_trainer_and_engines_have_gpus_of_their_own() -> None:
     assert place(8, ranks=2, engines=3, tp=2) == Placement(trainers=((0,), (1,)), engines=((2, 3), (4, 5), (6, 7)))
+    together = place(4, ranks=4, engines=2, tp=2, colocated=True)
+    assert together == Placement(trainers=((0,), (1,), (2,), (3,)), engines=((0, 1), (2, 3)))
     assert place(0, ranks=2, engines=1, tp=2) == Placement(trainers=((), ()), engines=((),))
 
 

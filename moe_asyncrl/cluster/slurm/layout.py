@@ -41,7 +41,7 @@ class RunLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lay_out(recipe: Recipe, cluster: Cluster) -> RunLayout:
-    """Trainer ranks in blocks over their nodes, engines likewise over theirs. A GPU has one role.
+    """Trainer ranks in blocks over their nodes, engines likewise over theirs. A GPU has one role, unless colocated.
 
     Raises `UserError` with the field to change if the nodes do not hold the roles.
     """
@@ -63,7 +63,10 @@ def lay_out(recipe: Recipe, cluster: Cluster) -> RunLayout:
             f"trainer.cpus_per_node of the cluster file is {t.cpus_per_node}"
         )
     own = cluster.engine if engines else None
-    nodes, group, first = (own, 1, 0) if own is not None else (t, 0, per_node)
+    colocated = recipe.engine.colocated
+    if own is not None and colocated:
+        raise UserError("the recipe's engines are colocated with the trainer: leave out `engine` of the cluster file")
+    nodes, group, first = (own, 1, 0) if own is not None else (t, 0, 0 if colocated else per_node)
     each = math.ceil(engines / nodes.nodes)
     places = tuple(
         EnginePlace(

@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 
+from moe_asyncrl.data.weights import Memory
 from moe_asyncrl.engine.plugin.weights_places import Params
+
+TAGS: dict[Memory, tuple[str, ...]] = {"weights": ("weights",), "cache": ("kv_cache", "cuda_graph")}
+"""SGLang's names of what its memory saver releases."""
 
 
 class SchedulerEngine:
@@ -49,13 +53,35 @@ class SchedulerEngine:
             return "it has a draft model, whose weights this update would not reach"
         if self._manager._session is not None:
             return "a weight update of SGLang's own is open (/begin_weight_update); end it first"
-        if self._manager.offload_tags:
-            return (
-                f"its memory is released ({', '.join(sorted(map(str, self._manager.offload_tags)))}); resume it first"
-            )
+        if "weights" in self.released():
+            return "its memory of weights is given back; wake it first"
         if get_model().weight_cache_mode != "off":
             return "its weights lie in SGLang's weight cache, which other engines share (--weight-cache-mode)"
         return str(weight_updater._unsupported_derived_weight_cache_error(self._model) or "")
+
+    def released(self) -> tuple[Memory, ...]:
+        return tuple(memory for memory, tags in TAGS.items() if set(tags) & set(self._manager.offload_tags))
+
+    def cannot_sleep(self) -> str:
+        if not self.paused():
+            return "it has to be paused before it sleeps"
+        if self.device.type != "cpu" and not self._manager.memory_saver_adapter.enabled:
+            return "it was started without --enable-memory-saver"
+        if not self._manager.is_fully_idle(ignore_waiting=True):
+            return f"it is not idle: {len(self._scheduler.running_batch.reqs)} requests run"
+        # A prefix that outlived its memory would be read from whatever lies there later.
+        return "" if self._scheduler.flush_cache() else "its prefix cache cannot be forgotten"
+
+    def release(self) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput())
+
+    def get_back(self, memory: Memory) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        tags = [tag for tag in TAGS[memory] if tag in self._manager.offload_tags]
+        self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
 
     def params(self) -> Params:
         model = self._model

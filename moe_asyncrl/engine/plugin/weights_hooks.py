@@ -27,6 +27,9 @@ HOOKS: tuple[Hook, ...] = (
     (_MANAGER + "update_weights_from_disk", "around", "weights_hooks:from_disk"),
     (_MANAGER + "update_weights_from_tensor", "around", "weights_hooks:from_elsewhere"),
     (_MANAGER + "update_weights_from_ipc", "around", "weights_hooks:from_elsewhere"),
+    # Somebody may send it to sleep without us.
+    (_MANAGER + "release_memory_occupation", "after", "weights_hooks:released"),
+    (_MANAGER + "check_weights", "around", "weights_hooks:check_if_there"),
     (_SCHEDULER + "record_weight_version_change", "after", "weights_hooks:version_changed"),
     # Weights of no version would generate.
     (_SCHEDULER + "continue_generation", "around", "weights_hooks:continue_if_sound"),
@@ -89,6 +92,8 @@ def carried(original: Any, manager: Any, request: Any) -> Any:
 
 def _refusal(manager: Any) -> str:
     holding = receiver_of(manager.scheduler).holding
+    if "weights" in manager.offload_tags:
+        return "the memory of its weights is given back; wake it first"
     return f"update {holding.update} is under way; abandon it first" if holding.order is not None else ""
 
 
@@ -112,14 +117,30 @@ def from_disk(original: Any, manager: Any, request: Any) -> Any:
 def from_elsewhere(original: Any, manager: Any, request: Any) -> Any:
     """Some weights, by SGLang."""
     receiver = receiver_of(manager.scheduler)
-    if receiver.holding.order is not None:
+    if why := _refusal(manager):
         from sglang.srt.managers import io_struct
 
         kind = getattr(io_struct, type(request).__name__.replace("Input", "Output"))
-        return kind(success=False, message=_refusal(manager))
+        return kind(success=False, message=why)
     result = original(manager, request)
     receiver.changed_in_part()
     return result
+
+
+def released(result: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+    """What lay there is gone."""
+    holding = receiver_of(manager.scheduler).holding
+    if "weights" in manager.offload_tags and not holding.asleep:
+        holding.fall_asleep()
+
+
+def check_if_there(original: Any, manager: Any, request: Any) -> Any:
+    """Nobody reads memory that was given back."""
+    if "weights" in manager.offload_tags:
+        from sglang.srt.managers.io_struct import CheckWeightsReqOutput
+
+        return CheckWeightsReqOutput(success=False, message=_refusal(manager))
+    return original(manager, request)
 
 
 def version_changed(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -128,16 +149,16 @@ def version_changed(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> N
 
 
 def continue_if_sound(original: Any, scheduler: Any, request: Any) -> Any:
-    """Stay paused on weights that are not whole."""
-    if receiver_of(scheduler).holding.sound:
+    """Stay paused on weights that are not whole, and without memory."""
+    if receiver_of(scheduler).holding.sound and not scheduler.weight_updater.offload_tags:
         return original(scheduler, request)
     return None
 
 
 def answer_if_broken(original: Any, scheduler: Any, request: Any, **kwargs: Any) -> Any:
-    """While weights come, requests wait; when what came is lost, they get an error at once."""
+    """While it sleeps and weights come, requests wait; when what came is lost, they get an error at once."""
     holding = receiver_of(scheduler).holding
-    if not holding.reason or holding.state in ("receiving", "received"):
+    if not holding.reason or holding.asleep or holding.state in ("receiving", "received"):
         return original(scheduler, request, **kwargs)
     from sglang.srt.managers.io_struct import AbortReq
 
@@ -194,9 +215,10 @@ async def answer(request: Any) -> Any:
 async def ask_before_continuing(original: Any, tokenizer_manager: Any, request: Any) -> Any:
     """Refuse where the scheduler would stay paused."""
     hold = (await _ask(tokenizer_manager, '{"do":"hold"}'))["result"]
-    if hold["reason"]:
+    if hold["reason"] or hold["released"]:
         from fastapi import HTTPException
 
-        why = f"this engine cannot go on, its weights are {hold['state']}: {hold['reason']}"
+        reason = hold["reason"] or f"its memory of {' and '.join(hold['released'])} is given back"
+        why = f"this engine cannot go on, its weights are {hold['state']}: {reason}"
         raise HTTPException(status_code=409, detail=why)
     return await original(tokenizer_manager, request)

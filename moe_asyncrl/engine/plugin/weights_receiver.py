@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from moe_asyncrl.data.errors import StaleEpoch, first_line
-from moe_asyncrl.data.weights import CopyOffer, Hold, Prepare, Progress
+from moe_asyncrl.data.weights import CopyOffer, Hold, Memory, Prepare, Progress
 from moe_asyncrl.engine.plugin.weights_apply import Applier, Placer
 from moe_asyncrl.engine.plugin.weights_copy import CopySender, CopyTaker
 from moe_asyncrl.engine.plugin.weights_learn import Known, Learner
@@ -44,6 +44,20 @@ class Engine(Protocol):
     def unfit(self) -> str:
         """Why the engine takes no update at all; empty if it does."""
         ...
+
+    def released(self) -> tuple[Memory, ...]:
+        """Memory that was given back."""
+        ...
+
+    def cannot_sleep(self) -> str:
+        """Why it cannot give its memory back now; empty if it can. Forgets all prefixes."""
+        ...
+
+    def release(self) -> None:
+        """Give back all memory of weights and cache, with what is in it."""
+        ...
+
+    def get_back(self, memory: Memory) -> None: ...
 
     def params(self) -> Params:
         """Parameters and buffers by name, as they are now."""
@@ -111,7 +125,7 @@ class Receiver:
 
     def hold(self) -> Hold:
         """What the engine holds."""
-        return self.holding.hold(self._engine.paused())
+        return self.holding.hold(self._engine.paused(), self._engine.released())
 
     def handle(self, text: str) -> str:
         """Do one command. Returns a JSON reply; nothing is raised."""
@@ -273,6 +287,27 @@ class Receiver:
             self._copy = None
         return copy_manifest(found)
 
+    def _sleep(self, epoch: int) -> Hold:
+        self.holding.check_sleep(epoch)
+
+        def check() -> None:
+            if why := self._engine.cannot_sleep():
+                raise Refused(why)
+
+        self._all(check)
+        self._all(self._engine.release)
+        return self.hold()
+
+    def _wake(self, epoch: int, memory: str) -> Hold:
+        self.holding.check_epoch(epoch, "an order to wake")
+        wanted = msgspec.convert(memory, Memory)
+        if wanted not in self._engine.released():
+            raise Refused(f"its memory of {wanted} is not given back")
+        if wanted == "cache" and self.holding.state != "serving":
+            raise Refused(f"its cache comes back after the commit of new weights: {self.holding.reason}")
+        self._all(lambda: self._engine.get_back(wanted))
+        return self.hold()
+
     # --- parts of them ------------------------------------------------------------------------------------------
 
     def _open(self, order: Prepare) -> None:
@@ -400,4 +435,6 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "abandon": Receiver._abandon,
     "offer_copy": Receiver._offer_copy,
     "send_copy": Receiver._send_copy,
+    "sleep": Receiver._sleep,
+    "wake": Receiver._wake,
 }

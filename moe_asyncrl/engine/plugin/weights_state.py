@@ -3,6 +3,7 @@
     serving ─prepare▶ prepared ─first byte▶ receiving ─all came▶ received ─commit▶ serving
     prepared ─abandon, prepare▶ serving, prepared       receiving, received ─any failure, abandon▶ broken
     broken ─prepare, with all weights▶ prepared (and back to broken when that is abandoned)
+    serving ─sleep▶ asleep ─prepare, with all weights▶ prepared (and back to asleep)
 
 Only `serving` and `prepared` may generate, and not while broken weights are underneath (`sound`).
 """
@@ -13,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from moe_asyncrl.data.errors import StaleEpoch, UserError
-from moe_asyncrl.data.weights import Hold, Prepare, State
+from moe_asyncrl.data.weights import Hold, Memory, Prepare, State
 
 
 class Refused(UserError):
@@ -35,6 +36,8 @@ class Holding:
     changes: int = 0
     """How often the weights changed: keys of the prefix cache are made of it."""
     whole_only: str = "its places of tensors are not known before a first update with all weights"
+    asleep: bool = False
+    """It has given its weights' memory back, and nothing has been written there since."""
     done: deque[str] = field(default_factory=lambda: deque(maxlen=16))
     """Names of the last updates that are over: they never come again."""
 
@@ -48,7 +51,7 @@ class Holding:
         """The update under way; else empty."""
         return self.order.update if self.order is not None else ""
 
-    def hold(self, paused: bool) -> Hold:
+    def hold(self, paused: bool, released: tuple[Memory, ...] = ()) -> Hold:
         """What it says of itself."""
         return Hold(
             state=self.state,
@@ -59,15 +62,12 @@ class Holding:
             reason=self.reason,
             paused=paused,
             whole_only=self.whole_only,
+            released=released,
         )
 
     def check_order(self, order: Prepare, ranks: int) -> None:
         """Raises StaleEpoch, or Refused with the reason, unless `order` may be prepared."""
-        if order.epoch < self.epoch:
-            raise StaleEpoch(
-                f"update {order.update} has epoch {order.epoch}, and this engine has seen epoch {self.epoch}: another "
-                "trainer owns the run now"
-            )
+        self.check_epoch(order.epoch, f"update {order.update}")
         if self.state in ("receiving", "received"):
             raise Refused(
                 f"update {self.update} is under way ({self.state}); update {order.update} cannot begin before it is "
@@ -114,7 +114,9 @@ class Holding:
     def first_byte(self) -> None:
         """From here on the weights are of no version."""
         self.state = "receiving"
-        self.reason = self.reason or f"update {self.update} to version {self._order.version} was not committed"
+        if self.asleep or not self.reason:
+            self.reason = f"update {self.update} to version {self._order.version} was not committed"
+        self.asleep = False
         self.changes += 1
 
     def received(self) -> None:
@@ -135,11 +137,11 @@ class Holding:
         """End the update. After its first byte, or on weights that were broken before, the engine is broken."""
         if self.state in ("receiving", "received"):
             self.reason = reason
-        self._over("broken" if self.reason else "serving")
+        self._over("asleep" if self.asleep else "broken" if self.reason else "serving")
 
     def changed_elsewhere(self, version: int) -> None:
         """All weights were loaded by one of SGLang's own calls."""
-        self.version, self.manifest, self.reason, self.state = version, "", "", "serving"
+        self.version, self.manifest, self.reason, self.state, self.asleep = version, "", "", "serving", False
         self.changes += 1
 
     def changed_in_part(self) -> None:
@@ -150,6 +152,26 @@ class Holding:
     def spoiled_elsewhere(self, reason: str) -> None:
         """One of SGLang's own calls failed and may have loaded a part."""
         self.reason, self.state = reason, "broken"
+        self.changes += 1
+
+    def check_sleep(self, epoch: int) -> None:
+        """Raises StaleEpoch, or Refused with the reason, unless it may sleep."""
+        self.check_epoch(epoch, "an order to sleep")
+        if self.order is not None or self.reason:
+            raise Refused(f"it cannot sleep: it is {self.state}{f', {self.reason}' if self.reason else ''}")
+
+    def check_epoch(self, epoch: int, what: str) -> None:
+        """Raises StaleEpoch for an epoch that is over."""
+        if epoch < self.epoch:
+            raise StaleEpoch(
+                f"{what} has epoch {epoch}, and this engine has seen epoch {self.epoch}: another trainer owns the run "
+                "now"
+            )
+
+    def fall_asleep(self) -> None:
+        """The memory of the weights is gone, with what was in it."""
+        self.state, self.asleep = "asleep", True
+        self.reason = f"it sleeps, and its memory of version {self.version} is given back"
         self.changes += 1
 
     @property
