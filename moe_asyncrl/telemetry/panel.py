@@ -103,9 +103,19 @@ def figures_of(view: View) -> list[Figure]:
             (f"entropy {m['entropy']:.2f}",) if m.get("entropy") is not None else (),
         ),
     ]
+    if view.probe.get("load_entropy_sampler") is not None:
+        figures.append(("experts", number(view.probe["load_entropy_sampler"], ".3f"), experts_remarks(view)))
     if m and m.get("reward") is None:  # supervised: nothing is sampled
         return [f for f in figures if f[0] in ("loss", "train")]
     return figures if m else [f for f in figures if f[1] not in ("-", "-/-")]
+
+
+def experts_remarks(view: View) -> tuple[str, ...]:
+    """Beside the evenness of the sampler's least even layer: the trainer's, and experts without a token."""
+    trainer, idle = view.probe.get("load_entropy_trainer"), view.probe.get("idle_experts_sampler")
+    if trainer is None or idle is None:
+        return ()
+    return (f"even, trainer {trainer:.3f}, {idle} idle", f"even, {idle} idle", "even")
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -11,6 +11,7 @@ Whether to stop is asked of all ranks at the boundary of a step, so that a signa
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from moe_asyncrl.buffer.client import BufferClient
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.data.messages import ConsumedResult, Counters, Cursor, HeldGroup
+from moe_asyncrl.telemetry.expert_load import collapsing, load_fields
 from moe_asyncrl.telemetry.run_folder import RunFolder
 from moe_asyncrl.telemetry.spans import span
 from moe_asyncrl.train.build import TrainState
@@ -42,6 +44,8 @@ from moe_asyncrl.train.sft import Examples, micro_batches_of
 from moe_asyncrl.train.step import update
 from moe_asyncrl.weights.agree import agree, collective_device
 from moe_asyncrl.weights.lockstep import Lockstep
+
+log = logging.getLogger(__name__)
 
 TURN_S = 2.0
 """Longest time that the other ranks are left waiting in one collective while the first one waits for a batch."""
@@ -244,9 +248,18 @@ def reinforce(run: TrainRun, *, start: int) -> Ended:
 
 def record_probe(run: TrainRun, step: int, found: Measured) -> None:
     """Write what a probe after `step` found: figures to the metrics, routing to a file of its own."""
-    run.record("probe", step=step, version=step, kl_replay=found.kl_replay, kl_live=found.kl_live, tokens=found.tokens)
-    if run.first and found.routing is not None:
-        run.folder.routing.append(routing_record(step, step, found.routing))
+    r = found.routing
+    load = {} if r is None else load_fields(r.load_sampler, r.load_trainer)
+    kl = {"kl_replay": found.kl_replay, "kl_live": found.kl_live, "tokens": found.tokens}
+    run.record("probe", step=step, version=step, **kl, **load)
+    if not run.first or r is None:
+        return
+    run.folder.routing.append(routing_record(step, step, r))
+    now = time.time()
+    run.folder.events.append({"role": "trainer-0", "span": "experts", "start": now, "end": now, "step": step, **load})
+    for side, counts in (("sampler", r.load_sampler), ("trainer", r.load_trainer)):
+        if layers := collapsing(r.layers, counts):
+            log.warning("step %d: most experts of layers %s get no token by the %s's routing", step, layers, side)
 
 
 def next_batch(run: TrainRun, step: int) -> tuple[HeldGroup, ...] | None:

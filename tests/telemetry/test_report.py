@@ -27,7 +27,18 @@ STEPS = 50
 Charts = dict[str, list[dict[str, Any]]]
 CHARTS = {
     *("reward", "accuracy", "loss", "entropy", "grad_norm", "lr", "staleness", "kl", "flip_rate", "coverage"),
-    *("layer_flips", "imbalance", "load_sampler", "load_trainer", "rates", "turn", "timeline", "busy"),
+    *(
+        "layer_flips",
+        "imbalance",
+        "evenness",
+        "idle",
+        "load_sampler",
+        "load_trainer",
+        "rates",
+        "turn",
+        "timeline",
+        "busy",
+    ),
 }
 
 

@@ -44,6 +44,16 @@ STEP_SUMS: tuple[tuple[str, str, str], ...] = (
 PROBE: tuple[tuple[str, str, str], ...] = (
     ("kl_replay", "kl_replay", "KL between sampler and trainer at the last probe, with replayed routing."),
     ("kl_live", "kl_live", "The same with the trainer's own routing."),
+    (
+        "load_busiest_sampler",
+        "load_busiest_sampler",
+        "Tokens of the busiest expert over an even share: sampler.",
+    ),
+    ("load_busiest_trainer", "load_busiest_trainer", "The same by the trainer's own routing."),
+    ("load_entropy_sampler", "load_entropy_sampler", "Evenness of the least even layer, 1 at most, by the sampler."),
+    ("load_entropy_trainer", "load_entropy_trainer", "The same by the trainer's own routing."),
+    ("idle_experts_sampler", "idle_experts_sampler", "Experts without a token at the last probe, by the sampler."),
+    ("idle_experts_trainer", "idle_experts_trainer", "The same by the trainer's own routing."),
 )
 WARMUP: tuple[tuple[str, str, str], ...] = (
     ("warmup_step", "step", "Supervised steps done before reinforcement learning."),

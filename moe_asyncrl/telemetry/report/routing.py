@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from moe_asyncrl.telemetry.report.chart import Chart, Section, axes, heatmap, line
+from moe_asyncrl.telemetry.expert_load import Load, load_of
+from moe_asyncrl.telemetry.report.chart import Chart, Section, Trace, Values, axes, heatmap, line
 from moe_asyncrl.telemetry.report.read import RunData
 
 NO_PROBE = "No probe has recorded the routing: a dense model, replay.probe_every is 0, or the run ended too early."
@@ -23,7 +25,14 @@ def routing(run: RunData) -> Section:
     loads = {side: _shares(newest, side) if newest else [] for side in ("load_sampler", "load_trainer")}
     top = max((v for rows in loads.values() for row in rows for v in row if v is not None), default=1.0)
     steps = np.array([r["step"] for r in records], dtype=np.float64)
-    uneven = {side: np.array([_imbalance(r, side) for r in records], dtype=np.float64) for side in loads}
+    found = {side: [load_of(r[side]) for r in records] for side in loads}
+
+    def over_time(field: str, form: str) -> tuple[Trace, ...]:
+        return tuple(
+            trace
+            for side, colour in (("sampler", "green"), ("trainer", "blue"))
+            for trace in line(side, steps, _values(found[f"load_{side}"], field), colour, form=form)
+        )
 
     def load(side: str, title: str) -> Chart:
         rows = loads[side]
@@ -73,11 +82,27 @@ def routing(run: RunData) -> Section:
                 "imbalance",
                 "Load of the busiest expert",
                 "Tokens of each layer's busiest expert over an even share, mean of the layers. 1 is perfectly even.",
-                (
-                    *line("sampler", steps, uneven["load_sampler"], "green", form=".3~f"),
-                    *line("trainer", steps, uneven["load_trainer"], "blue", form=".3~f"),
-                ),
+                over_time("busiest", ".3~f"),
                 axes("step", "times an even share"),
+                height=height,
+                missing=NO_PROBE,
+            ),
+            Chart(
+                "evenness",
+                "Evenness of the least even layer",
+                "Entropy of the experts' shares over that of even ones, least of the layers. It falls where a router "
+                "collapses.",
+                over_time("entropy", ".3~f"),
+                axes("step", "part of an even load's entropy"),
+                height=height,
+                missing=NO_PROBE,
+            ),
+            Chart(
+                "idle",
+                "Experts without a token",
+                "Of all layers, among the tokens of a probe. A few are chance where a probe has few tokens.",
+                over_time("idle", ",d"),
+                axes("step", "experts", zero=True),
                 height=height,
                 missing=NO_PROBE,
             ),
@@ -96,9 +121,8 @@ def _shares(record: dict[str, Any], side: str) -> list[list[float | None]]:
     return found
 
 
-def _imbalance(record: dict[str, Any], side: str) -> float:
-    busiest = [max(counts) * len(counts) / sum(counts) for counts in record[side] if sum(counts)]
-    return sum(busiest) / len(busiest) if busiest else float("nan")
+def _values(loads: Sequence[Load | None], field: str) -> Values:
+    return np.array([float("nan") if x is None else getattr(x, field) for x in loads], dtype=np.float64)
 
 
 def _categories(layout: dict[str, Any]) -> dict[str, Any]:
