@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from moe_asyncrl.data.trajectory import SamplingMask
 from moe_asyncrl.data.validate import ContractViolation, check_mask
-from moe_asyncrl.data.wire import TrajectoryHeader
+from moe_asyncrl.data.wire import TrajectoryHeader, check_root
+from moe_asyncrl.data.wire import check_mask as mask_of_header
 
 FIELDS = ("loss_mask", "logprobs", "support_logprobs", "sampling_mask.indptr", "sampling_mask.ids")
 """Wire fields that are read here, besides the tokens."""
@@ -29,8 +30,8 @@ def sampler_side(
         temperature: what the trainer divides logits by; None leaves it unchecked.
 
     Raises:
-        ContractViolation: masks do not fit their tokens, or tokens were sampled at another temperature; names the
-            trajectory and the token.
+        ContractViolation: masks do not fit their tokens or are those of others, or tokens were sampled at another
+            temperature; names the trajectory and the token.
     """
     name, tokens, sampled, logprobs = (
         header.identity.trajectory,
@@ -45,8 +46,9 @@ def sampler_side(
                 f"trajectory {name}: tokens {s.start} to {s.end - 1} were sampled at temperature "
                 f"{s.sampling.temperature:g}, the recipe's rollout.temperature is {temperature:g}"
             )
-    ids = arrays.get("sampling_mask.ids")
-    mask = None if ids is None else SamplingMask(arrays["sampling_mask.indptr"], ids)
+    mask = mask_of_header(header, arrays)
+    if mask is not None:
+        check_root(header, tokens)
     support = arrays.get("support_logprobs")
     check_mask(name, tokens, sampled, logprobs, header.segments, mask, support, vocabulary=vocabulary)
     return logprobs if support is None else np.where(np.isnan(support), logprobs, support), mask
