@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-SCHEMA = 1
+SCHEMA = 2
 """Number of the wire contract. A reader refuses any other."""
 
 RoutingSource = Literal["sampled", "prefilled", "cached", "missing"]
