@@ -64,6 +64,16 @@ ELSEWHERE = {
         ),
         "tests/checkpoint/convert/test_command.py::test_the_commands_of_the_document",
     ),
+    **dict.fromkeys(
+        (
+            "moe-asyncrl mismatch runs/latest",
+            "moe-asyncrl mismatch runs/latest --same-version --max-kl 1e-3 --max-abs 0.5 --picture gap.svg",
+        ),
+        "tests/system/test_mismatch.py::test_a_run_taken_apart",
+    ),
+    "moe-asyncrl mismatch runs/latest/checkpoints/step-00000040": (
+        "tests/system/test_mismatch.py::test_a_checkpoint_and_a_bound_that_does_not_hold"
+    ),
     "moe-asyncrl stop runs/latest": ("tests/slurm/test_refusals.py::test_status_and_stop_of_a_run_on_this_machine"),
 }
 """Commands that start a run or a job: the test that runs the same with other names."""

@@ -20,6 +20,7 @@ from moe_asyncrl.data.trajectory import (
     Trajectory,
 )
 from moe_asyncrl.engine.completion import Completion, GenerateRequest
+from moe_asyncrl.rollout.assemble import mask_rows
 from tests.engines.fixtures import TestEngine
 
 VERSION = 5
@@ -42,7 +43,7 @@ def sampled(engine: TestEngine, sampling: SamplingParams, *, count: int = 16, se
 
     async def go() -> list[Trajectory]:
         async with engine.client() as client:
-            done = await client.generate(batch, deadline_s=120)
+            done = await client.generate(batch, deadline_s=120, mask=sampling.truncates)
         return [trajectory(request, completion) for request, completion in zip(batch, done, strict=True)]
 
     return asyncio.run(go())
@@ -54,6 +55,7 @@ def trajectory(request: GenerateRequest, done: Completion) -> Trajectory:
     output = np.asarray(done.output_ids, dtype=np.int32)
     n, t = len(prompt), len(prompt) + len(output)
     mask = np.arange(t) >= n
+    kept, support = mask_rows(done, n)
     return Trajectory(
         identity=Identity(trajectory=request.rid, prompt="test", index=0),
         policy=PolicyAsked(base_version=VERSION),
@@ -65,6 +67,8 @@ def trajectory(request: GenerateRequest, done: Completion) -> Trajectory:
         loss_mask=mask,
         logprobs=np.concatenate([np.full(n, np.nan, np.float32), done.logprobs]).astype(np.float32),
         weight_version=np.where(mask, VERSION, -1).astype(np.int32),
+        support_logprobs=support,
+        sampling_mask=kept,
         routing_experts=done.experts,
         routing_runs=(RoutingRun(start=0, end=t - 1, version=VERSION, source="sampled"),),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,3 +100,48 @@ def test_rows_of_one_layer_shifted(
     assert found.named is not None and found.named.how == told
     flips = [layer.flips or 0.0 for layer in found.layers]
     assert flips[0] == 0 and flips[2] > 0.5
+
+
+@pytest.fixture(scope="module")
+def truncated(plain: tuple[Path, list[Trajectory]], engine: Callable[..., TestEngine]) -> list[Trajectory]:
+    return sampled(engine(), SamplingParams(temperature=1.0, top_k=20, top_p=0.8, min_p=0.02), seed=4)
+
+
+def test_a_mask_that_both_sides_have_leaves_no_gap(study: Callable[..., Mismatch], truncated: list[Trajectory]) -> None:
+    found = study(truncated)
+    assert found.gap.kl < NUMERICS
+    # What the parameters keep of the trainer's probabilities is what the engine kept.
+    anew = next(f for f in found.tried if f.how.startswith("the trainer inside what top-k"))
+    assert anew.gap.max_abs < 1e-5
+    assert dict(found.handled)["the sampling mask"].kl > 100 * NUMERICS
+
+
+@pytest.mark.parametrize("plant", ["mask", "mask and the values without it"])
+def test_a_dropped_mask(study: Callable[..., Mismatch], truncated: list[Trajectory], plant: str) -> None:
+    def dropped(t: Trajectory) -> Trajectory:
+        t = dataclasses.replace(t, sampling_mask=None)
+        if plant == "mask":
+            return t
+        assert t.support_logprobs is not None
+        return dataclasses.replace(t, logprobs=t.support_logprobs, support_logprobs=None)
+
+    found = study([dropped(t) for t in truncated])
+    first(found, "truncation")
+    assert any(u.cause == "truncation" and "no mask is recorded" in u.why for u in found.unknown)
+
+
+def test_two_causes_at_once_are_both_named_and_the_rest_is_small(
+    study: Callable[..., Mismatch], truncated: list[Trajectory]
+) -> None:
+    """Rows of one layer shifted and the mask dropped: neither alone explains all, both together do."""
+
+    def both(t: Trajectory) -> Trajectory:
+        rows = np.asarray(t.routing_experts).copy()
+        rows[:, 2] = np.roll(rows[:, 2], 1, axis=0)
+        return dataclasses.replace(with_rows(t, rows), sampling_mask=None)
+
+    found = study([both(t) for t in truncated])
+    named = {f.cause for f in found.findings if f.named}
+    assert {"rows", "truncation"} <= named
+    assert found.rest is not None and found.rest.kl < 1e-3 * found.gap.kl
+    assert max(f.share for f in found.findings) < 0.99
