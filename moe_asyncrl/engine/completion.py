@@ -6,7 +6,6 @@ padded.
 
 from __future__ import annotations
 
-import base64
 import binascii
 import dataclasses
 import itertools
@@ -18,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_asyncrl.config.recipe import Rollout
-from moe_asyncrl.data.trajectory import SamplingMask, SamplingParams
+from moe_asyncrl.data.trajectory import RoutingRun, SamplingMask, SamplingParams
 from moe_asyncrl.engine.errors import MalformedReply
 from moe_asyncrl.models.spec import ModelSpec
+from moe_asyncrl.replay.encoding import NotRows, decode_rows
 
 Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -40,6 +40,8 @@ class GenerateRequest:
     stop_token_ids: tuple[int, ...] = ()
     """Besides the model's own end token."""
     ignore_eos: bool = False
+    rows_from: int = 0
+    """First routing row that is wanted; the earlier ones are known. At most the prompt's length."""
 
 
 class RoutingShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +93,12 @@ class Completion:
     versions: npt.NDArray[np.int32]
     """int32 [n]: the weights that sampled each token, by the engine's own spans; -1: its first, uncommitted weights"""
     experts: npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | None
-    """[P + n - 1, L, K] logical expert ids in the engine's order; None if not asked for, or if nothing was sampled"""
+    """[P + n - 1 - rows_from, L, K] logical expert ids in the engine's order; None if not asked for, or if nothing was
+    sampled"""
+    rows_from: int = 0
+    """The first of these rows"""
+    row_runs: tuple[RoutingRun, ...] | None = None
+    """Version and source of these rows by the engine's own record; None if it keeps none"""
     mask: SamplingMask | None
     """Token ids that truncation kept, over the n tokens; None if not asked for"""
     support_logprobs: npt.NDArray[np.float32] | None
@@ -148,6 +155,8 @@ def request_body(requests: Sequence[GenerateRequest], *, experts: bool, mask: bo
         s = r.sampling
         if len(r.input_ids) == 0:
             raise ValueError(f"request {r.rid}: empty prompt")
+        if not 0 <= r.rows_from <= len(r.input_ids):
+            raise ValueError(f"request {r.rid}: routing rows from {r.rows_from} of {len(r.input_ids)} prompt tokens")
         if mask and s.top_k <= 0:
             raise ValueError(f"request {r.rid}: a sampling mask needs a finite top_k")
         sampling.append(
@@ -168,10 +177,16 @@ def request_body(requests: Sequence[GenerateRequest], *, experts: bool, mask: bo
         "extra_key": [str(r.version) for r in requests],
         "return_logprob": True,
         "return_routed_experts": experts,
+        "routed_experts_start_len": _rows_from(requests),
     }
     if mask:
         body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
     return msgspec.json.encode(body)
+
+
+def _rows_from(requests: Sequence[GenerateRequest]) -> int:
+    """The first row that one of the requests wants: SGLang takes one number for all of a list."""
+    return min((r.rows_from for r in requests), default=0)
 
 
 def parse_replies(
@@ -194,8 +209,9 @@ def parse_replies(
         raise MalformedReply(f"{engine}: the reply to /generate is not what was asked for: {e}") from None
     if len(replies) != len(requests):
         raise MalformedReply(f"{engine}: {len(replies)} completions for {len(requests)} requests")
+    start = _rows_from(requests)
     return [
-        _completion(reply, request, engine, routing, mask, submitted, finished)
+        _completion(reply, request, engine, routing, mask, submitted, finished, start)
         for reply, request in zip(replies, requests, strict=True)
     ]
 
@@ -208,6 +224,7 @@ def _completion(
     mask: bool,
     submitted: float,
     finished: float,
+    start: int,
 ) -> Completion:
     meta, n = reply.meta_info, len(reply.output_ids)
     where = f"{engine}: request {request.rid}"
@@ -224,9 +241,12 @@ def _completion(
     logprobs = np.array([p[0] for p in pairs], dtype=np.float32)
     if not np.isfinite(logprobs).all():
         raise MalformedReply(f"{where}: a log-probability is not finite")
-    experts = None
+    experts, runs = None, None
     if routing is not None and n:
-        experts = decode_experts(meta.routed_experts, meta.prompt_tokens + n - 1, routing, where)
+        found = decode_experts(meta.routed_experts, meta.prompt_tokens + n - 1, routing, where, start=start)
+        first = request.rows_from - start
+        experts = found.experts[first:]
+        runs = None if found.runs is None else clipped(found.runs, request.rows_from)
     kept, support = _mask(meta, ids, where) if mask else (None, None)
     return Completion(
         rid=request.rid,
@@ -237,6 +257,8 @@ def _completion(
         logprobs=logprobs,
         versions=versions_of([(s.version, s.start, s.end) for s in meta.weight_versions], n, where),
         experts=experts,
+        rows_from=request.rows_from,
+        row_runs=runs,
         mask=kept,
         support_logprobs=support,
         finish_reason=meta.finish_reason.type,
@@ -267,26 +289,49 @@ def versions_of(spans: Sequence[tuple[str, int, int]], n: int, where: str) -> np
     return out
 
 
-def decode_experts(
-    encoded: str | None, rows: int, routing: RoutingShape, where: str
-) -> npt.NDArray[np.uint8] | npt.NDArray[np.uint16]:
-    """SGLang's base64 of int32 [rows, all layers, K] → [rows, MoE layers, K] in the smallest dtype."""
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What an engine says of the routing rows of one sequence, from its row `start` on."""
+
+    start: int
+    experts: npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+    """[rows, MoE layers, K]"""
+    runs: tuple[RoutingRun, ...] | None
+
+
+def decode_experts(encoded: str | None, rows: int, routing: RoutingShape, where: str, *, start: int = 0) -> Rows:
+    """Base64 of one of the encodings of `replay/encoding.py`, for rows [start, rows), in the smallest type."""
     if encoded is None:
         raise MalformedReply(f"{where}: no routed_experts; was the server started with routing capture?")
+    due = max(0, rows - start)
     try:
-        flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
-    except (binascii.Error, ValueError) as e:
-        raise MalformedReply(f"{where}: routed_experts is not base64 of int32: {e}") from None
-    layers = len(routing.moe_layers)
-    if flat.size != rows * layers * routing.top_k:
-        raise MalformedReply(
-            f"{where}: routed_experts has {flat.size} ids, {rows} rows x {layers} layers x {routing.top_k} were due"
+        found = decode_rows(
+            binascii.a2b_base64(encoded, strict_mode=True), rows=due, layers=len(routing.moe_layers), k=routing.top_k
         )
-    kept = flat.reshape(rows, layers, routing.top_k)[:, np.array(routing.moe_layers, dtype=bool)]
+    except NotRows as e:
+        raise MalformedReply(f"{where}: routed_experts {e}") from None
+    except ValueError as e:
+        raise MalformedReply(f"{where}: routed_experts is not base64: {e}") from None
+    moe = np.flatnonzero(routing.moe_layers)
+    kept = found.experts
+    if found.layers is None:
+        kept = kept[:, moe]
+    elif found.start != start or not np.array_equal(found.layers, moe):
+        raise MalformedReply(
+            f"{where}: routed_experts are rows from {found.start} on of decoder layers {found.layers.tolist()}, the "
+            f"model routes in {moe.tolist()} and rows from {start} on were due"
+        )
     if kept.size and (kept.min() < 0 or kept.max() >= routing.num_experts):
         bad = int(kept.max()) if kept.max() >= routing.num_experts else int(kept.min())
         raise MalformedReply(f"{where}: routed_experts has id {bad}, the model has {routing.num_experts} experts")
-    return kept.astype(np.uint8) if routing.num_experts <= 256 else kept.astype(np.uint16)
+    small: npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+    small = kept.astype(np.uint8, copy=False) if routing.num_experts <= 256 else kept.astype(np.uint16, copy=False)
+    return Rows(start, small, found.runs)
+
+
+def clipped(runs: Sequence[RoutingRun], start: int) -> tuple[RoutingRun, ...]:
+    """The runs without what lies before row `start`."""
+    return tuple(msgspec.structs.replace(r, start=max(r.start, start)) for r in runs if r.end > start)
 
 
 def _mask(meta: _Meta, ids: npt.NDArray[np.int32], where: str) -> tuple[SamplingMask, npt.NDArray[np.float32]]:

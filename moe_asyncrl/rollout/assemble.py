@@ -9,7 +9,9 @@ token i + 1. With P prompt tokens and n sampled ones (T = P + n):
 | [cached, P) | `prefilled` | that of the first sampled token |
 | [P, T-1) | `sampled` | that of token i + 1 |
 
-Two things blur it, and then the version is -1 (not known) rather than a guess:
+An engine with our plugin says itself what each row is of (`Completion.row_runs`): which weights wrote it, also in the
+cache, and rows that were recorded at sampling stay after a retraction. The table is for one that does not say. There
+two things blur it, and then the version is -1 (not known) rather than a guess:
 - The weights changed between submission and the first sampled token. The prompt may have been read in two chunks, one
   before and one after the change, and a prefix written by then may be of either; only row P - 1 is surely of the
   first token's pass.
@@ -21,8 +23,7 @@ Rows that the engine did not return are `missing`.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,6 @@ from moe_asyncrl.data.trajectory import (
     Identity,
     PolicyAsked,
     RoutingRun,
-    RoutingSource,
     SamplingMask,
     SamplingParams,
     ScorerReport,
@@ -39,9 +39,7 @@ from moe_asyncrl.data.trajectory import (
     Trajectory,
 )
 from moe_asyncrl.engine.completion import Completion
-
-SOURCES: tuple[RoutingSource, ...] = ("sampled", "prefilled", "cached", "missing")
-_SAMPLED, _PREFILLED, _CACHED, _MISSING = range(4)
+from moe_asyncrl.replay.encoding import CACHED, MISSING, PREFILLED, SAMPLED, expand, runs_of
 
 
 def assemble(
@@ -120,22 +118,36 @@ def mask_rows(c: Completion, p: int) -> tuple[SamplingMask | None, npt.NDArray[n
 def routing_rows(
     c: Completion, p: int
 ) -> tuple[npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | None, tuple[RoutingRun, ...]]:
-    """(experts [T-1, L, K], runs) of a completion after p prompt tokens; (None, ()) where the engine routes nothing."""
+    """(experts [T-1, L, K], runs) of a completion after p prompt tokens; (None, ()) where the engine routes nothing.
+
+    Raises ValueError if rows are left out at the front, or there are more than tokens.
+    """
     if c.experts is None:
         return None, ()
     rows, given = p + len(c.output_ids) - 1, c.experts.shape[0]
-    if given > rows:
-        raise ValueError(f"completion {c.rid}: {given} routing rows for {rows + 1} tokens")
+    if given > rows or c.rows_from:
+        raise ValueError(f"completion {c.rid}: {given} routing rows for {rows + 1} tokens, from row {c.rows_from}")
     experts = c.experts
     if given < rows:  # what stands in a missing row is never read; it is no valid expert of most models, least of all 0
         fill = np.full((rows - given, *experts.shape[1:]), np.iinfo(experts.dtype).max, dtype=experts.dtype)
         experts = np.concatenate((experts, fill))
+    version, source = np.full(rows, -1, dtype=np.int32), np.full(rows, MISSING, dtype=np.int8)
+    version[:given], source[:given] = expand(row_runs(c, p))
+    return experts, runs_of(version, source)
+
+
+def row_runs(c: Completion, p: int) -> tuple[RoutingRun, ...]:
+    """Version and source of the rows that a completion after p prompt tokens has, from row `rows_from` on.
+
+    By the engine's own record, else by the table above.
+    """
+    if c.row_runs is not None or c.experts is None:
+        return c.row_runs or ()
     source, version = provenance(
         c.versions, p, cached=c.cached_tokens, asked=c.asked_version, retractions=c.retractions
     )
-    source[given:] = _MISSING
-    version[given:] = -1
-    return experts, _runs(source, version)
+    part = slice(c.rows_from, c.rows_from + len(c.experts))
+    return runs_of(version[part], source[part], start=c.rows_from)
 
 
 def provenance(
@@ -146,25 +158,16 @@ def provenance(
     `versions` int32 [n] of the sampled tokens.
     """
     n = len(versions)
-    source = np.full(p + n - 1, _SAMPLED, dtype=np.int8)
+    source = np.full(p + n - 1, SAMPLED, dtype=np.int8)
     version = np.empty(p + n - 1, dtype=np.int32)
-    source[:p] = _PREFILLED
-    source[: min(cached, p - 1)] = _CACHED  # the last prompt token is always read: it samples the first new one
+    source[:p] = PREFILLED
+    source[: min(cached, p - 1)] = CACHED  # the last prompt token is always read: it samples the first new one
     first, last = int(versions[0]), int(versions[-1])
     version[: p - 1] = first if first == asked else -1
     version[p - 1 :] = versions
     if retractions:
-        source[p : p + n - 2] = _PREFILLED
+        source[p : p + n - 2] = PREFILLED
         if last != asked:
             version[: p - 1] = -1
         version[p - 1 :][versions != last] = -1
     return source, version
-
-
-def _runs(source: npt.NDArray[np.int8], version: npt.NDArray[np.int32]) -> tuple[RoutingRun, ...]:
-    changes = np.flatnonzero((np.diff(source) != 0) | (np.diff(version) != 0)) + 1
-    edges: Sequence[int] = [0, *changes.tolist(), len(source)]
-    return tuple(
-        RoutingRun(start=a, end=b, version=int(version[a]), source=SOURCES[source[a]])
-        for a, b in itertools.pairwise(edges)
-    )

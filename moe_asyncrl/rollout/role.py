@@ -19,6 +19,8 @@ from moe_asyncrl.engine.client import EngineClient
 from moe_asyncrl.engine.completion import Completion, GenerateRequest
 from moe_asyncrl.engine.keys import ensure_engine_key
 from moe_asyncrl.engine.pool import EnginePool
+from moe_asyncrl.models.layout import Layout
+from moe_asyncrl.models.routing_blocks import routing_blocks
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.models.tokenizer import Tokenizer
 from moe_asyncrl.rollout.evaluate import evaluate
@@ -137,6 +139,7 @@ class Rollout:
             events=folder.events,
             num_experts=spec.num_experts if spec.is_moe else None,
             vocabulary=spec.vocab_size,
+            blocks=routing_blocks(spec, Layout.of(recipe.trainer)),
             on_state=self._saw,
         )
 

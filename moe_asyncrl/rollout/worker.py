@@ -18,12 +18,14 @@ from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data.errors import EngineLost, StaleEpoch, UserError
 from moe_asyncrl.data.messages import RunState, Ticket
 from moe_asyncrl.data.validate import validate
+from moe_asyncrl.data.wire import Blocks
 from moe_asyncrl.engine.completion import Completion, GenerateRequest
 from moe_asyncrl.engine.errors import EngineRefused, MalformedReply
 from moe_asyncrl.models.tokenizer import Tokenizer
 from moe_asyncrl.rollout.groups import GroupWork, group_outcome, jobs_for, requests_for, usable
 from moe_asyncrl.rollout.prompts import ReadyPrompts
 from moe_asyncrl.rollout.rates import Rates
+from moe_asyncrl.rollout.resume import continuation, joined, may_go_on
 from moe_asyncrl.scoring.scorer import Scorer
 from moe_asyncrl.telemetry.jsonl import JsonlWriter
 from moe_asyncrl.telemetry.spans import span
@@ -67,14 +69,16 @@ class Worker:
         events: JsonlWriter,
         num_experts: int | None,
         vocabulary: int,
+        blocks: Blocks = (),
         on_state: Callable[[RunState], None],
     ) -> None:
         """`on_state` hears of every state that comes with tickets. `num_experts` bounds the ids in routing rows, and
-        `vocabulary` those in sampling masks."""
+        `vocabulary` those in sampling masks. `blocks`: the MoE layers of each of the trainer's pipeline stages."""
         self._recipe, self._name = recipe, name
         self._prompts, self._tokenizer, self._scorer = prompts, tokenizer, scorer
         self._buffer, self._engines, self._events = buffer, engines, events
         self._num_experts, self._vocabulary, self._on_state = num_experts, vocabulary, on_state
+        self._blocks = blocks
         self._order = prompts.order(seed=recipe.run.seed, shuffle=recipe.data.shuffle)
         self._held: set[Ticket] = set()
         self._lists: set[asyncio.Task[None]] = set()
@@ -143,7 +147,7 @@ class Worker:
         stop = self._tokenizer.eos_ids
         requests = [r for w in work for r in requests_for(self._recipe, w, -1, stop, vocabulary=self._vocabulary)]
         try:
-            completions = await self._generate(requests)
+            completions = await self._go_on(requests, await self._generate(requests))
         except (EngineLost, EngineRefused, MalformedReply) as error:
             await self._list_failed(tickets, error)
             return
@@ -168,6 +172,22 @@ class Worker:
             self.rates.running -= len(requests)
         self.rates.sampled(lengths)
         return completions
+
+    async def _go_on(self, requests: Sequence[GenerateRequest], done: Sequence[Completion]) -> list[Completion]:
+        """Send what an engine cut off again, with its partial answer as part of the prompt, until it is whole."""
+        whole = list(done)
+        for attempt in range(1, ATTEMPTS):
+            cut = [i for i, (r, c) in enumerate(zip(requests, whole, strict=True)) if may_go_on(r, c)]
+            if not cut:
+                break
+            try:
+                more = await self._generate([continuation(requests[i], whole[i], attempt) for i in cut])
+            except (EngineLost, EngineRefused, MalformedReply) as error:
+                log.warning("%d samples stay cut off: %s", len(cut), error)
+                break
+            for i, rest in zip(cut, more, strict=True):
+                whole[i] = joined(requests[i], whole[i], rest)
+        return whole
 
     async def _list_failed(self, tickets: Sequence[Ticket], error: Exception) -> None:
         log.warning("%d groups were not sampled: %s", len(tickets), error)
@@ -202,7 +222,9 @@ class Worker:
         for trajectory in outcome.trajectories:
             validate(trajectory, num_experts=self._num_experts, vocabulary=self._vocabulary)
         try:
-            result = await self._buffer.put_group(work.ticket, outcome.trajectories, outcome.failed)
+            result = await self._buffer.put_group(
+                work.ticket, outcome.trajectories, outcome.failed, blocks=self._blocks
+            )
         except StaleEpoch as error:
             log.info("group %d is dropped: %s", work.ticket.index, error)
         else:

@@ -12,7 +12,7 @@ from moe_asyncrl.data.messages import HeldGroup
 from moe_asyncrl.data.provenance import other_version
 from moe_asyncrl.data.row_slices import RowSlice
 from moe_asyncrl.data.validate import ContractViolation, known_rows
-from moe_asyncrl.data.wire import TrajectoryHeader
+from moe_asyncrl.data.wire import TrajectoryHeader, routing_spec
 from moe_asyncrl.replay.rows import Coverage, ReplayMismatch, check_rows, coverage, name_of
 from moe_asyncrl.train.batch import MicroBatch, Sample, make_micro_batch
 from moe_asyncrl.train.passes import ModelOnRank
@@ -58,11 +58,19 @@ def fetch_rows(
 
     Raises:
         ContractViolation: a row is not the one of its token; names trajectory, row, layers and rank.
+        ReplayMismatch: rows of another number of layers or experts than the model has.
     """
     router = model.router_shape
     if router is None:
         return {}
     headers = [h for g in groups for h in g.headers]
+    for h in headers:
+        spec = routing_spec(h)
+        if spec is not None and spec.shape[1:] != (router.layers, router.top_k):
+            raise ReplayMismatch(
+                f"trajectory {h.identity.trajectory}, rank {model.rank}: routing rows {list(spec.shape)} for "
+                f"{h.length - 1} input tokens, {router.layers} MoE layers and {router.top_k} experts a token"
+            )
     tokens = {name: a["tokens"] for name, a in arrays.items()}
     try:
         return client.fetch_rows(step, headers, rows_needed(plan, model), router.here, tokens)

@@ -153,7 +153,7 @@ def test_spans_become_versions(runs: list[tuple[int, int]]) -> None:
 def test_experts_survive_in_the_smallest_type(rows: int, moe: list[bool], experts: int) -> None:
     ids = np.random.default_rng(rows).integers(0, experts, size=(rows, len(moe), 2))
     shape = RoutingShape(moe_layers=tuple(moe), top_k=2, num_experts=experts)
-    got = decode_experts(encode(ids), rows, shape, "here")
+    got = decode_experts(encode(ids), rows, shape, "here").experts
     assert got.dtype == (np.uint8 if experts <= 256 else np.uint16)
     assert (got == ids[:, moe]).all()
 

@@ -14,13 +14,16 @@ MODE_VARIABLE = "MOE_ASYNCRL_ENGINE"
 
 
 def register() -> None:
-    """SGLang's entry point: an engine of ours receives weights, a CPU engine has its gaps closed, others stay alone."""
+    """SGLang's entry point: an engine of ours receives weights and says what its routing
+    rows are of, a CPU engine has its gaps closed, others stay alone."""
     mode = os.environ.get(MODE_VARIABLE)
     if mode == "cpu":
         from moe_asyncrl.engine.plugin.cpu import register_cpu
 
         register_cpu()
     if mode in ("cpu", "gpu"):
+        from moe_asyncrl.engine.plugin.routing_rows import register_routing
         from moe_asyncrl.engine.plugin.weights_hooks import register_weights
 
         register_weights()
+        register_routing()

@@ -133,7 +133,7 @@ def _versions(host_cache: Any) -> npt.NDArray[np.int32]:
     found = getattr(host_cache, "moe_versions", None)
     if found is None:
         found = host_cache.moe_versions = np.full(host_cache.num_tokens, -1, dtype=np.int32)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _loaded_version() -> int:
