@@ -56,9 +56,10 @@ format: $(STAMP) ## Let ruff rewrite what it can.
 bench: $(STAMP) ## Every program in benchmarks/, each printing one JSON line last.
 	@bash scripts/bench.sh $(BENCH_ARGS)
 
-soak: $(STAMP) ## Conversions on all layouts and killed 40 times, routing replay on all layouts; then the demo again and again for SOAK_MINUTES, watching for leaks.
+soak: $(STAMP) ## Conversions on all layouts and killed 40 times; a run whose gap is watched; then the demo again and again for SOAK_MINUTES.
 	@$(BIN)/python -m tests.checkpoint.convert.soak --kills 20
 	@$(BIN)/python -m tests.replay.soak_matrix
+	@$(BIN)/python -m tests.train.mismatch.soak --steps 100
 	@$(BIN)/python scripts/soak.py --minutes $(SOAK_MINUTES) $(ARGS)
 
 gpu-check: $(STAMP) ## Every path that only a GPU can run, in under ten minutes, without network.

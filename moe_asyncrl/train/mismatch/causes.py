@@ -98,7 +98,7 @@ class _Study:
         self.unknown: list[Unknown] = []
         self.layers: tuple[LayerReport, ...] = ()
         say("as the trainer did it")
-        plain = lab._temperatures(lab.base)[:, None]
+        plain = lab.temperatures(lab.base)[:, None]
         self.first = lab.run(lab.base, plain, lab.evaluated, watch=lab.has_rows and not lab.trainer_replays)
         self.trainer, self.sampler = self.first.logprobs[:, 0], lab.sampler(lab.base)
         self.plain = plain
@@ -168,7 +168,7 @@ class _Study:
     def rows(self) -> None:
         lab = self.lab
         if not lab.has_rows:
-            if lab._model.router_shape is not None:
+            if lab.model.router_shape is not None:
                 self.unknown.append(Unknown("routing", "the trajectories carry no routing rows"))
             return
         if lab.trainer_replays:
@@ -198,7 +198,7 @@ class _Study:
         self, flips: tuple[float | None, ...] | None, own: tuple[np.ndarray, ...], found: list[Place]
     ) -> tuple[LayerReport, ...]:
         lab = self.lab
-        numbers = lab._model.spec.moe_layer_indices
+        numbers = lab.model.spec.moe_layer_indices
         differs = np.zeros(len(numbers))
         rows = 0
         for s, o in zip(lab.tokens.samples, own, strict=True):

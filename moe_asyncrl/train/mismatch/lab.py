@@ -67,7 +67,7 @@ class Lab:
     ) -> None:
         """`load` reads weights into a model in place; `build` makes a model of the same shape in another type."""
         self.tokens, self.setting, self.sources, self.evaluated = tokens, setting, sources, evaluated
-        self._model, self._load, self._build = model, load, build
+        self.model, self._load, self._build = model, load, build
         self._second: ModelOnRank | None = None
         self._loaded: tuple[int, bool] | None = None
         self._realigned: list[Ints] = []
@@ -82,7 +82,7 @@ class Lab:
     @property
     def has_rows(self) -> bool:
         """Whether any routing is recorded, for a model with routers."""
-        return self._model.router_shape is not None and any(s.experts is not None for s in self.tokens.samples)
+        return self.model.router_shape is not None and any(s.experts is not None for s in self.tokens.samples)
 
     @property
     def base(self) -> Conditions:
@@ -100,7 +100,7 @@ class Lab:
 
     def logprobs(self, conditions: Conditions) -> tuple[Floats, Bools | None]:
         """The trainer's side, [N], and where it could be had."""
-        temperatures = self._temperatures(conditions)[:, None]
+        temperatures = self.temperatures(conditions)[:, None]
         if conditions.weights != "own":
             version = self.evaluated if conditions.weights == "evaluated" else conditions.weights
             return self.run(conditions, temperatures, version).logprobs[:, 0], None
@@ -126,7 +126,7 @@ class Lab:
 
     def find_rows(self, own: tuple[Ints, ...]) -> str:
         """Look for shifted rows, given what the routers chose live; in words, empty if all stand where they should."""
-        router = self._model.router_shape
+        router = self.model.router_shape
         assert router is not None
         pairs = [
             (s.experts.astype(np.int64), s.known, o)
@@ -141,7 +141,7 @@ class Lab:
         for s, o in zip(self.tokens.samples, own, strict=True):
             given = o if s.experts is None else realigned(s.experts.astype(np.int64), o, self.places)
             self._realigned.append(given if s.known is None else np.where(s.known[:, None, None], given, o))
-        return described(self.places, self._model.spec.moe_layer_indices)
+        return described(self.places, self.model.spec.moe_layer_indices)
 
     def fitted(self, conditions: Conditions) -> float:
         """The factor on the trainer's temperature with which the mean k3 is least, all else as in `conditions`."""
@@ -156,7 +156,8 @@ class Lab:
             best = _vertex(np.log(factors), means, i)
         return float(np.exp(best))
 
-    def _temperatures(self, conditions: Conditions) -> Floats:
+    def temperatures(self, conditions: Conditions) -> Floats:
+        """What each token's logits are divided by, [N]."""
         own = np.full(len(self.tokens.full), self.setting.temperature)
         if conditions.temperature == "trainer":
             return own
@@ -168,15 +169,15 @@ class Lab:
         """The model that has these weights, in that precision."""
         rounded = precision == "rounded"
         if self._loaded != (version, rounded):
-            self._load(self._model, self.sources[version])
+            self._load(self.model, self.sources[version])
             if rounded:
-                _round(self._model, self.setting.engine_dtype)
+                _round(self.model, self.setting.engine_dtype)
             self._loaded = (version, rounded)
         if precision != "engine":
-            return self._model
+            return self.model
         if self._second is None:
             self._second = self._build(self.setting.engine_dtype)
-        _copy(self._model, self._second)
+        _copy(self.model, self._second)
         return self._second
 
 

@@ -15,6 +15,7 @@ from moe_asyncrl.train.mismatch.align import described, overlaps, places, realig
 from moe_asyncrl.train.mismatch.causes import neighbours
 from moe_asyncrl.train.mismatch.gap import Control, clustered_error, finding_of, gap_of, k3, ranked
 from moe_asyncrl.train.mismatch.values import Asked, label_logprobs, truncated_support
+from tests.train.mismatch.drift import slope_of
 
 DRAW = np.random.default_rng(0)
 E, K, L = 16, 2, 6
@@ -102,3 +103,16 @@ def test_supports_by_hand() -> None:
 def test_versions_beside_the_evaluated_one() -> None:
     assert neighbours([0, 20, 40, 60, 80], 60) == [40, 20, 80]
     assert neighbours([3], 3) == []
+
+
+def test_a_slope_and_its_error() -> None:
+    """Over many draws, a line's slope is found, and its error is how far the found ones spread."""
+    x = np.arange(40.0)
+    found = [slope_of(x, 0.3 * x + DRAW.normal(size=40) * (1 + x / 20)) for _ in range(400)]
+    slopes = np.asarray([f.slope for f in found])
+    assert slopes.mean() == pytest.approx(0.3, abs=4 * slopes.std() / 20)
+    assert np.mean([f.error for f in found]) == pytest.approx(slopes.std(), rel=0.15)
+    still = [abs(slope_of(x, DRAW.normal(size=40)).score) <= 3 for _ in range(200)]
+    assert np.mean(still) > 0.97 and slope_of(x, x + DRAW.normal(size=40)).score > 30
+    with pytest.raises(ValueError, match="at least 4"):
+        slope_of([1, 2, 3], [1, 2, 3])
