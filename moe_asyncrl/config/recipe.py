@@ -186,7 +186,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     stage_layers: tuple[Annotated[int, Meta(ge=1)], ...] | None = None
     """Layers of each pipeline stage, `pp` times `vpp` numbers in the order of the layers; split evenly if not given."""
     cp: Annotated[int, Meta(ge=1)] = 1
-    """Context parallelism, in ranks."""
+    """Context parallelism, in ranks: each has 1 / cp of every sequence, padded to a multiple of 2 cp tokens."""
     ep: Annotated[int, Meta(ge=1)] = 1
     """Expert parallelism, in ranks."""
     etp: Annotated[int, Meta(ge=1)] | None = None
@@ -267,14 +267,23 @@ class Warmup(Section, frozen=True, kw_only=True):
 class Weights(Section, frozen=True, kw_only=True):
     """Weight updates from trainer to engines."""
 
+    transport: Literal["broadcast", "direct", "disk", "shared_memory"] = "broadcast"
+    """`broadcast`: all weights to all; `direct`: each engine rank gets its slices; `disk`: files of a shared file
+    system; `shared_memory`: all on one machine."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Transport; `auto` takes NCCL where both sides have it."""
-    interrupt: Literal["in_flight"] = "in_flight"
-    """What happens to running requests: `in_flight` pauses them in place and goes on with new weights."""
+    """Of `broadcast` and `direct`; `auto` takes NCCL where both sides have it."""
+    delta: Literal["off", "auto"] = "off"
+    """`auto` sends only what has changed where that is less, and keeps a copy of what was sent in host memory."""
+    delta_max_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """Changes that take more than this of a full update's bytes are sent as a full one."""
+    interrupt: Literal["in_flight", "retract"] = "in_flight"
+    """Running requests go on with new weights: `in_flight` keeps their KV cache, `retract` computes it anew."""
     every: Annotated[int, Meta(ge=1)] = 1
     """Trainer steps between updates."""
     bucket_mib: Annotated[int, Meta(ge=1, le=16384)] = 64
     """Size of a bucket, in MiB."""
+    depth: Annotated[int, Meta(ge=1, le=64)] = 2
+    """Buckets in flight from each sender."""
     roots_per_stage: Annotated[int, Meta(ge=1, le=4096)] = 2
     """Most trainer ranks of a pipeline stage that broadcast, each over a process group of its own."""
     host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"

@@ -1,6 +1,7 @@
 """What the first trainer rank has all ranks do during an update, one order after the other, and what they answer.
 
-    plan ─▶ connect (once a sender, when groups change) ─▶ announce ─▶ open ─▶ send ─▶ settle        drop: after a failure
+    plan ─▶ connect (for each sender, when groups change) ─▶ announce ─▶ open ─▶ send ─▶ settle
+    drop: after a failure; done, stopped, failed: the last one
 
 Every rank carries out every order and all answers go to all ranks, so nobody is ever in a step that another one has
 given up.
@@ -8,7 +9,7 @@ given up.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -39,10 +40,11 @@ class Connect(Order, frozen=True, kw_only=True):
 
 
 class Announce(Order, frozen=True, kw_only=True):
-    """Say which messages there will be. With a base, encode what changed since then."""
+    """Say which messages there will be."""
 
-    base: int | None
-    """Version; None: all weights, whole."""
+    version: int
+    changes: bool
+    """Encode what changed since the last committed version; else all weights come, whole."""
 
 
 class Open(Order, frozen=True, kw_only=True):
@@ -80,7 +82,35 @@ class Wait(Order, frozen=True, kw_only=True):
     """Nothing yet."""
 
 
-AnyOrder = MakePlan | Connect | Announce | Open | Send | Settle | Drop | Wait
+class Done(Order, frozen=True, kw_only=True):
+    """The update is committed."""
+
+    report: dict[str, Any]
+
+
+class Stopped(Order, frozen=True, kw_only=True):
+    """The run is to stop; nothing was committed."""
+
+
+class Failed(Order, frozen=True, kw_only=True):
+    """The update is given up."""
+
+    reason: str
+
+
+class SignAt(msgspec.Struct, frozen=True, kw_only=True):
+    """Port of the first rank's stop sign."""
+
+    port: int
+
+
+AnyOrder = MakePlan | Connect | Announce | Open | Send | Settle | Drop | Wait | Done | Stopped | Failed
+
+
+class Ordered(msgspec.Struct, frozen=True):
+    """An order on its way to the other ranks."""
+
+    order: AnyOrder
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,4 +125,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     digests: dict[int, str] = {}
     """`Send`: `StreamDigest.value` of the rank's streams."""
     whole_bytes: int = 0
-    """`Announce` with a base: bytes of this rank's share of a full update."""
+    """`Announce`: bytes of this rank's messages in a full update."""
+    too_much: bool = False
+    """`Announce`: this rank has no changes to send that are worth it; the update has to be a full one."""
+    changed: int = 0
+    """`Announce`: elements with other bits than before, in the pieces that this rank gives."""
+    elements: int = 0
+    """`Announce`: all elements of those pieces."""

@@ -24,8 +24,9 @@ class StopSign:
     def __init__(self, host: str, port: int | None, timeout_s: float = CONNECT_S) -> None:
         """`port`: of the first rank's store; None on the first rank, which makes it."""
         limit = timedelta(seconds=timeout_s)
-        self._first = port is None
-        self._store: Any = _c10d.TCPStore(host, port or 0, None, self._first, limit, wait_for_workers=False)
+        self.first = port is None
+        """This rank puts it up, so that looking costs nothing."""
+        self._store: Any = _c10d.TCPStore(host, port or 0, None, self.first, limit, wait_for_workers=False)
         self._guard = threading.Lock()
         self._up: set[str] = set()
         self.port = int(self._store.port)
@@ -39,7 +40,7 @@ class StopSign:
 
     def seen(self, transfer: str) -> bool:
         """Whether the sign is up; asks the first rank over the network unless this is it."""
-        if self._first:
+        if self.first:
             return transfer in self._up
         with contextlib.suppress(RuntimeError, dist.DistError):
             return bool(self._store.check([f"stop/{transfer}"]))

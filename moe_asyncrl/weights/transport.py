@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from moe_asyncrl.data.errors import DeadlineExceeded, UserError
-from moe_asyncrl.weights.message_files import FolderWriter
+from moe_asyncrl.weights.letters import Letter
+from moe_asyncrl.weights.message_files import FolderError, FolderWriter
 from moe_asyncrl.weights.ring import RingError, RingWriter
 
 LOOK_S = 0.05
@@ -179,7 +181,9 @@ def _start(link: Link, message: torch.Tensor, number: int) -> list[Any]:
 class FolderSender:
     """Files of a folder, written beside the work on the next message."""
 
-    def __init__(self, folder: Path, *, depth: int, largest: int, waits: Waits) -> None:
+    def __init__(self, folder: Path, letters: Sequence[Letter], *, depth: int, largest: int, waits: Waits) -> None:
+        """`letters`: what is to be sent."""
+        self._unsent = {(letter.stream, letter.number) for letter in letters}
         self._writer = FolderWriter(folder)
         self._free = [torch.empty(largest, dtype=torch.uint8) for _ in range(depth)]
         self._writing: deque[tuple[Future[None], torch.Tensor, str]] = deque()
@@ -198,6 +202,7 @@ class FolderSender:
         if self._current is None:
             raise ValueError("send without room")
         what = f"the disk to take message {number} of stream {stream} in {self._writer.folder}"
+        self._unsent.discard((stream, number))
         self._writing.append((self._threads.submit(self._writer.put, stream, number, message), self._current, what))
         self._current = None
 
@@ -206,6 +211,11 @@ class FolderSender:
             self._settle_oldest()
 
     def close(self, *, failed: bool) -> None:
+        if failed:
+            # Whoever waits for one of these finds an empty file, which is no message.
+            with contextlib.suppress(FolderError):
+                for stream, number in sorted(self._unsent):
+                    self._writer.put(stream, number, torch.empty(0, dtype=torch.uint8))
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._free.clear()
 
