@@ -92,8 +92,10 @@ def look(folder: RunFolder, recipe: Recipe, version: int | None, wanted: Wanted)
             f"{folder.trajectories}: no trajectory{of} is recorded (telemetry.record_groups_per_step in the recipe)"
         )
     sources = sources_of(folder, recipe)
-    evaluated = choose_version([r.group for r in records], sources) if version is None else version
-    chosen = [r for r in records if touches(r.group, evaluated)] or records
+    evaluated = version
+    if evaluated is None:
+        evaluated = choose_version([r.group for r in records], sources, sampled=wanted.same_version)
+    chosen = [r for r in records if touches(r.group, evaluated, sampled=wanted.same_version)] or records
     trajectories, steps = read_trajectories(chosen, wanted.limit)
 
     from moe_asyncrl.replay.rows import ReplayMismatch

@@ -45,17 +45,18 @@ def load(model: ModelOnRank, source: Path) -> None:
         checkpoint.load_weights(model, source)
 
 
-def touches(group: RecordedGroup, version: int) -> bool:
-    """Whether the group was trained from these weights, or may hold tokens that they sampled."""
-    return group.version == version or any(h.oldest_version <= version <= h.newest_version for h in group.headers)
+def touches(group: RecordedGroup, version: int, *, sampled: bool = False) -> bool:
+    """Whether the group may hold tokens that these weights sampled; without `sampled`, or was trained from them."""
+    trained = not sampled and group.version == version
+    return trained or any(h.oldest_version <= version <= h.newest_version for h in group.headers)
 
 
-def choose_version(groups: Sequence[RecordedGroup], sources: Iterable[int]) -> int:
+def choose_version(groups: Sequence[RecordedGroup], sources: Iterable[int], *, sampled: bool = False) -> int:
     """The newest version that there are weights of and that recorded groups have to do with; else the newest one.
 
-    Raises `UserError` if there are no weights at all.
+    `sampled`: as in `touches`. Raises `UserError` if there are no weights at all.
     """
     ordered = sorted(sources, reverse=True)
     if not ordered:
         raise UserError("the run has no complete checkpoint, and what it started from was not kept: nothing to look at")
-    return next((v for v in ordered if any(touches(g, v) for g in groups)), ordered[0])
+    return next((v for v in ordered if any(touches(g, v, sampled=sampled) for g in groups)), ordered[0])
