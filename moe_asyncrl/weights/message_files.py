@@ -121,17 +121,16 @@ def read_index(folder: Path) -> Index:
         raise FolderError(f"{folder / INDEX} cannot be read: {e}") from e
 
 
-def _updates(root: Path) -> list[Path]:
-    """Folders of updates, the newest version first."""
+def _updates(root: Path) -> list[tuple[int, Path]]:
+    """Versions and folders of updates, the newest version first."""
     if not root.is_dir():
         return []
-    found = [(int(m[1]), p) for p in root.iterdir() if (m := _FOLDER.fullmatch(p.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    return sorted(((int(m[1]), p) for p in root.iterdir() if (m := _FOLDER.fullmatch(p.name))), reverse=True)
 
 
 def newest(root: Path, version: int | None = None) -> Path | None:
     """The newest complete folder with whole weights (of `version`, where given)."""
-    for folder in _updates(root):
+    for _, folder in _updates(root):
         with contextlib.suppress(FolderError):
             index = read_index(folder)
             if index.base is None and version in (None, index.version):
@@ -140,10 +139,10 @@ def newest(root: Path, version: int | None = None) -> Path | None:
 
 
 def prune(root: Path, keep: Path) -> None:
-    """Delete the folders of updates older than `keep`, which must be complete and whole, and half-written ones."""
-    kept = int(_FOLDER.fullmatch(keep.name)[1]) if _FOLDER.fullmatch(keep.name) else -1  # type: ignore[index]
-    for folder in _updates(root):
-        if folder != keep and int(_FOLDER.fullmatch(folder.name)[1]) <= kept:  # type: ignore[index]
-            # Without its index first: a reader must not take a folder that is going.
+    """Delete the folders of versions up to that of `keep`, a complete folder with whole weights, but `keep` itself."""
+    kept = read_index(keep).version
+    for version, folder in _updates(root):
+        if folder != keep and version <= kept:
+            # Its index first: a reader must not take a folder that is going.
             (folder / INDEX).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)

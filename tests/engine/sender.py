@@ -113,10 +113,7 @@ def delta(old: Weights, new: Weights, family: str, *, epoch: int, version: int) 
 
 def manifest(messages: Sequence[torch.Tensor], stream: int = 0) -> str:
     """The sender's own."""
-    digest = StreamDigest()
-    for message in messages:
-        digest.add(message[48:64].numpy().tobytes())
-    return manifest_digest({stream: digest.value})
+    return manifests({stream: messages})
 
 
 def order(
@@ -193,3 +190,14 @@ class Group:
     def drop(self) -> None:
         drop(self._process_group)
         self._process_group = None
+
+
+def manifests(streams: Mapping[int, Sequence[torch.Tensor]]) -> str:
+    """The sender's own, over several streams."""
+    values = {}
+    for number, messages in streams.items():
+        digest = StreamDigest()
+        for message in messages:
+            digest.add(message[48:64].numpy().tobytes())
+        values[number] = digest.value
+    return manifest_digest(values)
