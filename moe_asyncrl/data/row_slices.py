@@ -68,8 +68,7 @@ def cuts_of(stored: Mapping[str, Rows]) -> list[RowCut]:
 def cut_bytes(h: TrajectoryHeader, rows: int, blocks: Sequence[int]) -> int:
     """Bytes of a frame of `rows` rows of some blocks."""
     spec = routing_spec(h)
-    layers = sum(h.routing_blocks[i].end - h.routing_blocks[i].start for i in blocks)
-    return 0 if spec is None else rows * layers * spec.shape[2] * np.dtype(spec.dtype).itemsize
+    return 0 if spec is None else rows * _layers(h, blocks) * spec.shape[2] * np.dtype(spec.dtype).itemsize
 
 
 def cut_array(h: TrajectoryHeader, frame: Frame, rows: int, blocks: Sequence[int]) -> Experts:
@@ -80,7 +79,7 @@ def cut_array(h: TrajectoryHeader, frame: Frame, rows: int, blocks: Sequence[int
             f"trajectory {h.identity.trajectory}: {len(frame)} bytes of routing rows came, {rows} rows of the layer "
             f"blocks {list(blocks)} were asked for"
         )
-    return np.frombuffer(frame, dtype=np.dtype(spec.dtype)).reshape(rows, -1, spec.shape[2])
+    return np.frombuffer(frame, dtype=np.dtype(spec.dtype)).reshape(rows, _layers(h, blocks), spec.shape[2])
 
 
 def digest_columns(h: TrajectoryHeader, frame: Frame, blocks: Sequence[int]) -> npt.NDArray[np.uint32]:
@@ -131,6 +130,10 @@ def slice_of(
     if here != list(layers):
         whole = whole[:, [here.index(layer) for layer in layers]]
     return RowSlice(rows=rows, experts=whole)
+
+
+def _layers(h: TrajectoryHeader, blocks: Sequence[int]) -> int:
+    return sum(h.routing_blocks[i].end - h.routing_blocks[i].start for i in blocks)
 
 
 def _parts(h: TrajectoryHeader, rows: Rows) -> list[tuple[str, Rows]]:
