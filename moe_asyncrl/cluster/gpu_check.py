@@ -57,22 +57,23 @@ _TRAIN, _WEIGHTS, _ENGINE = (
 )
 # The deadlines add up to less than ten minutes: that is the promise of `make gpu-check`.
 PATHS: tuple[GpuPath, ...] = (
-    GpuPath(name="te-layers", check=f"{_TRAIN}:te_layers", needs=("transformer_engine",), deadline_s=70),
-    GpuPath(name="te-packed", check=f"{_TRAIN}:te_packed", needs=("transformer_engine",), deadline_s=70),
+    GpuPath(name="te-layers", check=f"{_TRAIN}:te_layers", needs=("transformer_engine",), deadline_s=60),
+    GpuPath(name="te-packed", check=f"{_TRAIN}:te_packed", needs=("transformer_engine",), deadline_s=60),
     GpuPath(
-        name="grouped-gemm", check=f"{_TRAIN}:grouped_gemm", needs=("transformer_engine", "grouped_gemm"), deadline_s=70
+        name="grouped-gemm", check=f"{_TRAIN}:grouped_gemm", needs=("transformer_engine", "grouped_gemm"), deadline_s=60
     ),
-    GpuPath(name="fused-adam-te", check=f"{_TRAIN}:fused_adam_te", needs=("transformer_engine",), deadline_s=30),
-    GpuPath(name="fused-adam-apex", check=f"{_TRAIN}:fused_adam_apex", needs=("apex",), deadline_s=30),
+    GpuPath(name="fused-adam-te", check=f"{_TRAIN}:fused_adam_te", needs=("transformer_engine",), deadline_s=25),
+    GpuPath(name="fused-adam-apex", check=f"{_TRAIN}:fused_adam_apex", needs=("apex",), deadline_s=25),
     GpuPath(
         name="gradient-accumulation-fusion",
         check=f"{_TRAIN}:gradient_accumulation_fusion",
         needs=("fused_weight_gradient",),
-        deadline_s=70,
+        deadline_s=60,
     ),
-    GpuPath(name="nccl-broadcast", check=f"{_WEIGHTS}:nccl_broadcast", needs=("nccl",), deadline_s=40),
-    GpuPath(name="sglang-serve", check=f"{_ENGINE}:serve", needs=("sglang",), deadline_s=100),
-    GpuPath(name="sglang-update", check=f"{_ENGINE}:update", needs=("sglang", "nccl"), gpus=2, deadline_s=110),
+    GpuPath(name="nccl-broadcast", check=f"{_WEIGHTS}:nccl_broadcast", needs=("nccl",), deadline_s=30),
+    GpuPath(name="sglang-serve", check=f"{_ENGINE}:serve", needs=("sglang",), deadline_s=95),
+    GpuPath(name="sglang-update", check=f"{_ENGINE}:update", needs=("sglang", "nccl"), gpus=2, deadline_s=95),
+    GpuPath(name="sglang-sleep", check="moe_asyncrl.engine.gpu_sleep:sleep", needs=("sglang",), deadline_s=84),
 )
 
 

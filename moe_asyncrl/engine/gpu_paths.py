@@ -40,18 +40,22 @@ def _dtype(capabilities: Capabilities) -> str:
     return "bfloat16" if capabilities.cuda else "float32"
 
 
-def _tolerance(capabilities: Capabilities) -> float:
+def tolerance(capabilities: Capabilities) -> float:
     """Of the mean absolute difference of log-probabilities: single tokens may route differently in bfloat16."""
     return BFLOAT16_TOLERANCE if capabilities.cuda else FLOAT32_TOLERANCE
 
 
-def _start(capabilities: Capabilities, folder: Path, gpu: int) -> Server:
+def start(
+    capabilities: Capabilities, folder: Path, gpu: int, *, colocated: bool = False, max_total_tokens: int = 4096
+) -> Server:
+    """A server on one GPU, or on the CPU."""
     args = EngineArgs(
         model=str(folder),
         port=free_port(),
         python=sys.executable,
         dtype=_dtype(capabilities),
-        max_total_tokens=4096,
+        max_total_tokens=max_total_tokens,
+        colocated=colocated,
         max_running_requests=16,
         mem_fraction=0.3,
         weight_version=0,
@@ -60,11 +64,12 @@ def _start(capabilities: Capabilities, folder: Path, gpu: int) -> Server:
     return Server.start(args, cpu=not capabilities.cuda, log_path=folder / "engine.log")
 
 
-def _client(server: Server, spec: ModelSpec) -> EngineClient:
+def client_of(server: Server, spec: ModelSpec) -> EngineClient:
+    """That asks for routed experts."""
     return EngineClient(server.url, routing=RoutingShape.of(spec))
 
 
-async def _difference(client: EngineClient, models: Sequence[Any], version: int) -> list[float]:
+async def difference(client: EngineClient, models: Sequence[Any], version: int) -> list[float]:
     """Mean absolute difference of sampled log-probabilities from each of the transformers models."""
     prompts = [list(range(3 + i, 20 + 3 * i)) for i in range(4)]
     sampling = SamplingParams(temperature=1.0, max_new_tokens=24)
@@ -88,25 +93,26 @@ async def _difference(client: EngineClient, models: Sequence[Any], version: int)
     return [total / count for total in sums]
 
 
-def _check(found: float, capabilities: Capabilities, what: str) -> str:
-    tolerance = _tolerance(capabilities)
-    if not found <= tolerance:
-        raise UserError(f"{what}: mean difference of log-probabilities {found:.2e}, allowed {tolerance:.0e}")
-    return f"{what}: mean difference of log-probabilities {found:.1e}, allowed {tolerance:.0e}"
+def check(found: float, capabilities: Capabilities, what: str) -> str:
+    """The evidence. Raises UserError if `found` is more than the tolerance."""
+    allowed = tolerance(capabilities)
+    if not found <= allowed:
+        raise UserError(f"{what}: mean difference of log-probabilities {found:.2e}, allowed {allowed:.0e}")
+    return f"{what}: mean difference of log-probabilities {found:.1e}, allowed {allowed:.0e}"
 
 
 def serve(capabilities: Capabilities) -> str:
     """SGLang starts with our arguments and plugin, samples with routing rows, and agrees with transformers."""
 
     async def run(server: Server, model: Any, spec: ModelSpec) -> float:
-        async with _client(server, spec) as client:
-            return (await _difference(client, [model], 0))[0]
+        async with client_of(server, spec) as client:
+            return (await difference(client, [model], 0))[0]
 
     with tempfile.TemporaryDirectory() as name:
         model = save_tiny_model(Path(name))
-        with _start(capabilities, Path(name), gpu=0) as server:
+        with start(capabilities, Path(name), gpu=0) as server:
             server.wait_ready(START_S)
-            return _check(
+            return check(
                 asyncio.run(run(server, model, ModelSpec.from_hf(name))), capabilities, "engine against transformers"
             )
 
@@ -148,21 +154,21 @@ def update(capabilities: Capabilities) -> str:
     device = torch.device("cuda", 0) if capabilities.cuda else torch.device("cpu")
 
     async def run(server: Server, models: Sequence[Any], folder: Path) -> list[float]:
-        async with _client(server, ModelSpec.from_hf(folder)) as client:
+        async with client_of(server, ModelSpec.from_hf(folder)) as client:
             tensors = hf_tensors(folder, getattr(torch, _dtype(capabilities)))
             plan = plan_buckets(ModelSpec.from_hf(folder), Layout(), getattr(torch, _dtype(capabilities)), BUCKET_BYTES)
             await _update(client, tensors, process_group_backend(capabilities), device, plan)
-            return await _difference(client, models, 1)
+            return await difference(client, models, 1)
 
     with tempfile.TemporaryDirectory() as name:
         old, new = Path(name) / "old", Path(name) / "new"
         models = [save_tiny_model(old, seed=0), save_tiny_model(new, seed=1)]
-        with _start(capabilities, old, gpu=1) as server:
+        with start(capabilities, old, gpu=1) as server:
             server.wait_ready(START_S)
             stale, found = asyncio.run(run(server, models, new))
-    if stale < STALE_FACTOR * _tolerance(capabilities):
+    if stale < STALE_FACTOR * tolerance(capabilities):
         raise UserError(f"old and new weights answer alike ({stale:.2e}), so the check shows nothing")
     return (
-        _check(found, capabilities, "engine after the update against the new model")
+        check(found, capabilities, "engine after the update against the new model")
         + f"; the old one is {stale:.1f} away"
     )

@@ -52,7 +52,11 @@ def test_a_lack_stops_just_the_paths_that_need_it(lacking: dict[str, int], stopp
 
 
 def test_without_sglang_its_paths_stop() -> None:
-    assert {p.name for p in PATHS if why_not(p, EVERYTHING, sglang=False)} == {"sglang-serve", "sglang-update"}
+    assert {p.name for p in PATHS if why_not(p, EVERYTHING, sglang=False)} == {
+        "sglang-serve",
+        "sglang-update",
+        "sglang-sleep",
+    }
 
 
 def test_the_reason_of_a_lack_is_shown() -> None:
