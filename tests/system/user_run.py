@@ -35,8 +35,8 @@ def user_run(path: Path) -> Done:
         data={"eval": "held-out.jsonl"},
         reward={"function": "rewards:by_metadata", "timeout_s": 1.0},
         replay={"probe_every": 2},
-        # A mask that is lost, or taken for the whole vocabulary, moves a log-probability by half a nat.
-        rollout={"top_p": 0.6},
+        # A mask that is lost, or taken for the whole vocabulary, moves a log-probability by a tenth of a nat.
+        rollout={"top_p": 0.9},
         algorithm={"kl_coef": 0.01},
         telemetry={"prometheus": True},
     )
