@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from moe_asyncrl.engine.plugin.weights_places import Params
-from moe_asyncrl.engine.plugin.weights_sources import TransferFailed
+from moe_asyncrl.engine.plugin.weights_sources import TransferFailed, wait_for
 from moe_asyncrl.engine.plugin.weights_state import Refused
 from moe_asyncrl.weights.message import Opened, dense_header, message_bytes, payload_start
 from moe_asyncrl.weights.message_device import seal_on_device
 from moe_asyncrl.weights.message_part import Part, part_view, place_parts
-from moe_asyncrl.weights.ring import poll
 from moe_asyncrl.weights.stream_digest import StreamDigest, manifest_digest
 
 
@@ -108,9 +107,9 @@ class CopySender:
                 )
             )
             work = self._group.send([buffer], self._peer, number)
-            if not poll(work.is_completed, self._wait_s):
+            polled = buffer.device.type != "cpu"
+            if not wait_for(work, self._wait_s, polled=polled):
                 raise TransferFailed(f"waited {self._wait_s:g} s for the peer to take message {number} of a copy")
-            work.wait()
         return self.manifest
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotThere
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -93,6 +94,7 @@ class GroupSource:
         self._works: deque[Any] = deque()
         self._taken = 0
         self._posted = 0
+        self._polled = order.transport == "broadcast" or device.type != "cpu"
 
     def take(self) -> tuple[Entry, torch.Tensor]:
         while self._posted < min(len(self._schedule), self._taken + self._buffers.depth):
@@ -100,13 +102,11 @@ class GroupSource:
             self._posted += 1
         entry = self._schedule[self._taken]
         work, failed = self._works.popleft(), ""
-        if not poll(work.is_completed, self._order.wait_s):
-            failed = f"waited {self._order.wait_s:g} s for {entry}"
-        else:
-            try:
-                work.wait()
-            except (RuntimeError, dist.DistError) as error:
-                failed = f"{entry} did not come: {' '.join(str(error).split())[:200]}"
+        try:
+            if not wait_for(work, self._order.wait_s, polled=self._polled):
+                failed = f"waited {self._order.wait_s:g} s for {entry}"
+        except (RuntimeError, dist.DistError) as error:
+            failed = f"{entry} did not come: {' '.join(str(error).split())[:200]}"
         # A traceback that somebody keeps would keep the connections open.
         del work
         if failed:
@@ -127,6 +127,21 @@ class GroupSource:
             options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
             return group.broadcast([buffer], options)
         return group.recv([buffer], self._peer, entry.number)
+
+
+def wait_for(work: Any, wait_s: float, *, polled: bool) -> bool:
+    """Wait for work of a process group; False if it was not done in time.
+
+    `polled`: not for point-to-point work of gloo, which only knows that it is done once somebody has waited for it.
+    Raises RuntimeError or DistError: the peer is gone (or, where it is not polled, the time was over).
+    """
+    if not polled:
+        work.wait(timedelta(seconds=wait_s))
+        return True
+    if not poll(work.is_completed, wait_s):
+        return False
+    work.wait()
+    return True
 
 
 class RingSource:
