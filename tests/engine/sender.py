@@ -85,7 +85,8 @@ def sparse(
     """A sealed message of what changed."""
     made, blobs = [], []
     for part in parts:
-        blob = encode(old[part.name][part.slices].contiguous(), new[part.name][part.slices].contiguous()).blob
+        before, after = old[part.name][part.slices].contiguous(), new[part.name][part.slices].contiguous()
+        blob = encode(before, after, max_fraction=100).blob
         assert blob is not None
         blobs.append(blob)
         made.append(Part(part.name, part.dtype, part.shape, part.ranges, 0, len(blob)))

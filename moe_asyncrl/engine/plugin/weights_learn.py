@@ -118,7 +118,8 @@ class Learner:
 
 def bits_digest(tensor: torch.Tensor) -> str:
     """Of a tensor's elements, row by row."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    # A copy: one element is contiguous with any stride, but cannot be viewed as bytes with it.
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).cpu()
     return xxhash.xxh3_128_hexdigest(flat.numpy().data)
 
 
