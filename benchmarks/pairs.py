@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,3 +46,19 @@ def pair_ratios(ours: Sequence[Measured], peer: Sequence[Measured]) -> list[floa
 def median_ratio(ours: Sequence[Measured], peer: Sequence[Measured]) -> float:
     """The median of `pair_ratios`."""
     return statistics.median(pair_ratios(ours, peer))
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """A 95 % interval of the median, from the order of the values alone (no assumption on how they are spread).
+
+    The k-th smallest and k-th largest of n, with k the largest for which a median of n fair coins falls outside with
+    at most 5 %: P(B(n, 1/2) < k) <= 0.025 (Conover, Practical Nonparametric Statistics, 3.2). Raises ValueError below
+    6 values, where no such k is.
+    """
+    n, ordered = len(values), sorted(values)
+    below, k = 0.0, 0
+    while (below := below + math.comb(n, k) / 2**n) <= 0.025:
+        k += 1
+    if k == 0:
+        raise ValueError(f"an interval of the median takes at least 6 values, there are {n}")
+    return ordered[k - 1], ordered[n - k]

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.ours import SKIPPED_STEPS, steady
-from benchmarks.pairs import Measured, median_ratio, pair_ratios, turns
+from benchmarks.pairs import Measured, median_interval, median_ratio, pair_ratios, turns
 
 
 def test_sides_take_turns() -> None:
@@ -34,3 +34,12 @@ def test_the_first_steps_do_not_count_and_the_time_between_steps_does() -> None:
     assert (begin, end) == (100.0 + 2.0 * (SKIPPED_STEPS - 1), 100.0 + 2.0 * (SKIPPED_STEPS + 2))
     with pytest.raises(ValueError, match="too few"):
         steady(lines[:SKIPPED_STEPS])
+
+
+def test_the_interval_of_a_median_is_the_one_of_the_tables() -> None:
+    # Conover, table A3: of 10 values the 2nd and the 9th, of 100 the 40th and the 61st (at least 95 %).
+    assert median_interval([float(i) for i in range(10, 0, -1)]) == (2.0, 9.0)
+    assert median_interval([float(i) for i in range(1, 101)]) == (40.0, 61.0)
+    assert median_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == (1.0, 6.0)
+    with pytest.raises(ValueError, match="at least 6 values, there are 5"):
+        median_interval([1.0] * 5)
