@@ -123,10 +123,16 @@ class Matrix:
         return self.run(Case(Layout(), "packed", "off", family), witness=False)
 
     def run(
-        self, case: Case, *, shifted: tuple[int, int] | None = None, witness: bool = True, **options: object
+        self,
+        case: Case,
+        *,
+        shifted: tuple[int, int] | None = None,
+        witness: bool = True,
+        modules: tuple[str, ...] = (),
+        **options: object,
     ) -> tuple[float, dict[str, torch.Tensor]]:
         """Loss and whole gradients of a step; with `witness`, after asserting that hooks saw the rows, each as often as
-        there are passes, and distinct experts for padding."""
+        there are passes, and distinct experts for padding. `modules` are recomputed instead of attention."""
         path, spec = self.model(case.family)
         given = samples_for(spec, shifted=shifted)
         answers = self.pool.run(
@@ -138,11 +144,11 @@ class Matrix:
             table=experts_by_token(spec),
             recompute=case.recompute,
             padded=case.form == "padded",
-            build_options=PRECISION.get(case.family),
+            build_options=PRECISION.get(case.family, {}) | ({"recompute_modules": list(modules)} if modules else {}),
             **options,
         )
         if witness:
-            again = case.recompute == "full"
+            again = case.recompute == "full" or "moe" in modules
             wanted = {
                 layer: sum(len(s.tokens) - 1 for s in given) * (3 if again else 2) for layer in spec.moe_layer_indices
             }

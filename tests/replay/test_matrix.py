@@ -27,6 +27,13 @@ def test_one_row_shifted_by_a_layer_would_be_seen(matrix: Matrix, family: str) -
     matrix.check_planted(Case(Layout(), "packed", "off", family))
 
 
+@pytest.mark.parametrize("layout", [Layout(pp=2, vpp=2), Layout(cp=2, ep=2)], ids=str)
+def test_selective_recomputation_of_whole_moe_layers_runs_routers_again(matrix: Matrix, layout: Layout) -> None:
+    case = Case(layout, "packed", "selective", "glm4_moe")
+    _, found = matrix.run(case, modules=("core_attn", "moe"))
+    assert deviation(found, matrix.reference(case.family)[1]) < TOLERANCE
+
+
 def test_the_witness_can_tell(matrix: Matrix) -> None:
     case = Case(Layout(cp=2), "packed", "off", "qwen3_moe")
     with pytest.raises(AssertionError, match="'wrong': "):
