@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_asyncrl.data.provenance import other_version
 from moe_asyncrl.data.trajectory import RoutingRun
 from moe_asyncrl.data.validate import known_rows
 
@@ -118,20 +119,5 @@ def coverage(runs: Sequence[RoutingRun], loss_mask: np.ndarray, weight_version: 
     """
     rows = len(loss_mask) - 1
     known = known_rows(runs, rows)
-    version = np.full(rows, -1, dtype=np.int64)
-    for run in runs:
-        version[run.start : run.end] = run.version
-    token_version = _next_sampled_version(loss_mask, weight_version)[1:]
-    return Coverage(rows, int(known.sum()), int((known & (version == token_version)).sum()))
-
-
-def _next_sampled_version(loss_mask: np.ndarray, weight_version: np.ndarray) -> np.ndarray:
-    """For each token the version of the next sampled token at or after it (of the last one, behind the last)."""
-    n = len(loss_mask)
-    at = np.where(loss_mask, np.arange(n), n)
-    following = np.minimum.accumulate(at[::-1])[::-1]
-    sampled = np.flatnonzero(loss_mask)
-    if sampled.size == 0:
-        return np.full(n, -1, dtype=np.int64)
-    following = np.where(following == n, sampled[-1], following)
-    return weight_version[following].astype(np.int64)
+    other = other_version(runs, loss_mask, weight_version)
+    return Coverage(rows, int(known.sum()), int((known & ~other).sum()))
