@@ -4,7 +4,8 @@
 
 `step_time_vs_live`: training steps with replay and without, on the same batches in turn, each pair in the other order
 than the one before; the upper end of the 95 % interval of the median ratio. A step with replay counts everything from
-the checked rows of a rank on: the micro-batches are made anew in both.
+the checked rows of a rank on: the micro-batches are made anew in both. On a machine that others use, look at the
+`cpu_time` figures: the same pairs by the seconds in which the process had a core.
 `bytes_vs_sglang`: our rows on the wire, with what binds them, against SGLang's own reply of the same rows, both without
 any shared prompt.
 """
@@ -196,8 +197,8 @@ class Steps:
         self.objective = PolicyObjective(clip_low=0.2, clip_high=0.28, importance_cap=2.0, temperature=1.0)
         self.tokens = tokens
 
-    def step(self, batch: int, *, replay: bool) -> float:
-        """One update on the random samples of `batch`; its seconds."""
+    def step(self, batch: int, *, replay: bool) -> tuple[float, float]:
+        """One update on the random samples of `batch`; its seconds, and those that this process had a core."""
         from moe_asyncrl.train.batch import Sample, make_micro_batch
         from moe_asyncrl.train.step import update
 
@@ -215,14 +216,14 @@ class Steps:
             )
             for i, n in enumerate(lengths)
         ]
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         batches = [
             make_micro_batch([a], layout=model.layout, router=model.router_shape if replay else None) for a in samples
         ]
         update(
             model, self.state.optimizer, batches, self.objective, lr=1e-6, mode="replay" if replay else "off",
         )  # fmt: skip
-        return time.perf_counter() - began
+        return time.perf_counter() - began, time.process_time() - cpu
 
 
 def main() -> None:
@@ -239,7 +240,7 @@ def main() -> None:
         "num_experts_per_tok": 4,
         "moe_intermediate_size": 256,
     }
-    tokens = 1024
+    tokens = 2048
     with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
         steps = Steps(Path(scratch), sizes, tokens=tokens)
         for replay in (True, False):
@@ -249,8 +250,9 @@ def main() -> None:
             for replay in (True, False) if pair % 2 else (False, True):
                 (with_rows if replay else live).append(steps.step(pair, replay=replay))
         steps.runtime.close()
-    ratios = [a / b for a, b in zip(with_rows, live, strict=True)]
+    ratios, of_cpu = ([a[i] / b[i] for a, b in zip(with_rows, live, strict=True)] for i in (0, 1))
     low, high = median_interval(ratios)
+    cpu_low, cpu_high = median_interval(of_cpu)
     speed = to_slices(128, trajectories=4 if args.quick else 16)
     print_result(
         "replay",
@@ -262,8 +264,12 @@ def main() -> None:
         figures={
             "step_time_median": statistics.median(ratios),
             "step_time_low": low,
-            "live_step_s": statistics.median(live),
-            "replay_step_s": statistics.median(with_rows),
+            "cpu_time_median": statistics.median(of_cpu),
+            "cpu_time_low": cpu_low,
+            "cpu_time_high": cpu_high,
+            "live_step_s": statistics.median(a for a, _ in live),
+            "replay_step_s": statistics.median(a for a, _ in with_rows),
+            "live_step_cpu_s": statistics.median(a for _, a in live),
             **{f"{name}_tokens_per_s": rate for name, rate in speed.items()},
         },
         settings={"quick": args.quick, "pairs": pairs, "tokens": tokens, "rows": ROWS, **sizes},
