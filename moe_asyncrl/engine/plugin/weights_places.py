@@ -119,32 +119,45 @@ def write_sparse(
         positions: int64 [n], flat in the part, row by row.
         values: [n] their bits, as `sparse.RAW` of the part's item size. On the parameters' device, as positions are.
     """
+    dtype: torch.dtype = getattr(torch, part.dtype)
     for place in places:
         met = place.meet(part)
         if met is None:
             continue
         taken, region = met
         target = params[place.param]
-        rest, keep = positions, None
-        index = torch.full_like(positions, region.offset)
-        for axis in range(len(part.shape) - 1, -1, -1):
-            count = part.counts[axis]
-            along = rest % count if axis else rest
-            rest = rest.div(count, rounding_mode="floor") if axis else rest
-            if (taken[axis].start, taken[axis].stop) != (0, count):
-                inside = (along >= taken[axis].start) & (along < taken[axis].stop)
-                keep = inside if keep is None else keep & inside
-                along = along - taken[axis].start
-            index += along * region.strides[axis]
+        keep, index = _indices(part.counts, taken, region, positions)
         chosen = values if keep is None else values[keep]
         flat = target.as_strided((target.untyped_storage().nbytes() // target.element_size(),), (1,), 0)
-        dtype: torch.dtype = getattr(torch, part.dtype)
         if dtype == target.dtype:
             # As integers: not every dtype can be indexed, and no conversion may touch a NaN.
             flat = flat.view(values.dtype)
         else:
             chosen = chosen.view(dtype).to(target.dtype)
         flat[index if keep is None else index[keep]] = chosen
+
+
+def _indices(
+    counts: tuple[int, ...], taken: tuple[slice, ...], region: Region, positions: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(which positions lie in the place, or None for all; where each of them lies in the parameter's storage)."""
+    row_major = tuple(math.prod(counts[axis + 1 :]) for axis in range(len(counts)))
+    if region.size == counts and all(
+        n == 1 or a == b for n, a, b in zip(counts, region.strides, row_major, strict=True)
+    ):
+        return None, positions + region.offset
+    rest, keep = positions, None
+    index = torch.full_like(positions, region.offset)
+    for axis in range(len(counts) - 1, -1, -1):
+        count = counts[axis]
+        along = rest % count if axis else rest
+        rest = rest.div(count, rounding_mode="floor") if axis else rest
+        if (taken[axis].start, taken[axis].stop) != (0, count):
+            inside = (along >= taken[axis].start) & (along < taken[axis].stop)
+            keep = inside if keep is None else keep & inside
+            along = along - taken[axis].start
+        index += along * region.strides[axis]
+    return keep, index
 
 
 def missing(params: Params, written: Sequence[Region]) -> list[str]:
