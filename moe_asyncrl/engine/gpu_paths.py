@@ -24,10 +24,15 @@ from moe_asyncrl.engine.ports import free_port
 from moe_asyncrl.engine.server import Server
 from moe_asyncrl.models.gpu_reference import next_token_logprobs, save_tiny_model
 from moe_asyncrl.models.layout import Layout
+from moe_asyncrl.models.shards import rank_shards
 from moe_asyncrl.models.spec import ModelSpec
+from moe_asyncrl.weights.attempt import Attempt, Held, Ways
 from moe_asyncrl.weights.backend import Transport
-from moe_asyncrl.weights.buckets import Bucket, plan_buckets
-from moe_asyncrl.weights.update import Updater
+from moe_asyncrl.weights.channels import Channels
+from moe_asyncrl.weights.engine_layout import EngineLayout
+from moe_asyncrl.weights.loop_thread import LoopThread
+from moe_asyncrl.weights.orders import Answer, AnyOrder
+from moe_asyncrl.weights.rank_side import RankSide, Settings
 
 START_S, CALL_S = 80.0, 20.0
 BUCKET_BYTES = 1 << 20
@@ -117,26 +122,82 @@ def serve(capabilities: Capabilities) -> str:
             )
 
 
-async def _update(
-    client: EngineClient,
-    tensors: dict[str, torch.Tensor],
-    transport: Transport,
-    device: torch.device,
-    plan: Sequence[Bucket],
-) -> None:
-    """One whole update through the project's own updater, as version 1; this process plays the trainer."""
-    updater = Updater(host="127.0.0.1", timeout_s=CALL_S)
-    try:
-        await updater.start([client], transport)
-        for bucket in plan:
-            flat = torch.cat([tensors[meta.name].contiguous().flatten().view(torch.uint8) for meta in bucket.tensors])
-            await updater.send(bucket, flat.to(device), 1 if bucket is plan[-1] else None)
-        await updater.finish(1)
-        unanswered = await updater.resume()
+class LoneTrainer:
+    """A trainer of one rank that has only weights: it leads whole updates of one engine, as a real one does."""
+
+    def __init__(self, client: EngineClient, folder: Path, capabilities: Capabilities) -> None:
+        """`folder`: HF directory of the weights. On a GPU they lie there."""
+        dtype = getattr(torch, _dtype(capabilities))
+        spec, device = ModelSpec.from_hf(folder), "cuda" if capabilities.cuda else "cpu"
+        parameters = megatron_parameters(spec, hf_tensors(folder, dtype), device)
+        self._client = client
+        self._backend: Transport = process_group_backend(capabilities)
+        settings = Settings(
+            dtype=dtype,
+            bucket_bytes=BUCKET_BYTES,
+            roots_per_stage=1,
+            timeout_s=CALL_S,
+            keep_copies=False,
+            max_fraction=1.0,
+        )
+        self._side = RankSide(spec, Layout(), 0, lambda: parameters, settings)
+        self.loop = LoopThread("weights")
+        self._channels = Channels(self.loop, self._command, host="127.0.0.1", timeout_s=CALL_S)
+
+    def publish(self, version: int) -> None:
+        """One whole update. Raises UserError."""
+        ways = Ways(
+            transport="broadcast",
+            backend=self._backend,
+            depth=2,
+            timeout_s=CALL_S,
+            pause_mode="in_place",
+            max_fraction=1.0,
+            folder="",
+        )
+        attempt = Attempt(
+            [self._client],
+            [EngineLayout()],
+            ways,
+            loop=self.loop,
+            command=self._command,
+            side=self._side,
+            stop=None,
+            channels=self._channels,
+            epoch=1,
+            version=version,
+            watch=lambda phase: None,
+        )
+        attempt.run(Held(), changes=False, slices=False)
+        unanswered = self.loop.call(attempt.engines.resume([self._client]))
         if unanswered:
             raise UserError(f"the engine did not go on after the update: {unanswered}")
-    finally:
-        await updater.close()
+
+    def close(self) -> None:
+        """Leave the group, and close the client."""
+        self._channels.drop([self._client])
+        self._side.close()
+        self.loop.call(self._client.close())
+        self.loop.close()
+
+    def _command(self, order: AnyOrder) -> list[Answer]:
+        answer = self._side.do(order)
+        if answer.problem:
+            raise UserError(answer.problem)
+        self._side.agreed(order, [answer])
+        return [answer]
+
+
+def megatron_parameters(spec: ModelSpec, tensors: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
+    """What a trainer of one rank would hold."""
+    found = {}
+    for shard in rank_shards(spec, Layout(), 0):
+        blocks = shard.blocks
+        local = torch.zeros(shard.shape, dtype=tensors[blocks[0].hf.name].dtype, device=device)
+        for block in blocks:
+            local[block.local_slices] = block.to_local(tensors[block.hf.name][block.hf_slices]).to(device)
+        found[shard.entry.name] = local
+    return found
 
 
 def hf_tensors(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -151,21 +212,22 @@ def hf_tensors(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def update(capabilities: Capabilities) -> str:
     """An update over the group's backend turns the engine's weights into another model's, and into nothing else."""
-    device = torch.device("cuda", 0) if capabilities.cuda else torch.device("cpu")
 
-    async def run(server: Server, models: Sequence[Any], folder: Path) -> list[float]:
-        async with client_of(server, ModelSpec.from_hf(folder)) as client:
-            tensors = hf_tensors(folder, getattr(torch, _dtype(capabilities)))
-            plan = plan_buckets(ModelSpec.from_hf(folder), Layout(), getattr(torch, _dtype(capabilities)), BUCKET_BYTES)
-            await _update(client, tensors, process_group_backend(capabilities), device, plan)
-            return await difference(client, models, 1)
+    def run(server: Server, models: Sequence[Any], folder: Path) -> list[float]:
+        client = client_of(server, ModelSpec.from_hf(folder))
+        trainer = LoneTrainer(client, folder, capabilities)
+        try:
+            trainer.publish(1)
+            return trainer.loop.call(difference(client, models, 1))
+        finally:
+            trainer.close()
 
     with tempfile.TemporaryDirectory() as name:
         old, new = Path(name) / "old", Path(name) / "new"
         models = [save_tiny_model(old, seed=0), save_tiny_model(new, seed=1)]
         with start(capabilities, old, gpu=1) as server:
             server.wait_ready(START_S)
-            stale, found = asyncio.run(run(server, models, new))
+            stale, found = run(server, models, new)
     if stale < STALE_FACTOR * tolerance(capabilities):
         raise UserError(f"old and new weights answer alike ({stale:.2e}), so the check shows nothing")
     return (

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -251,9 +252,11 @@ def _engines(
 ) -> tuple[Publish, Measure | None]:
     """(publish, probe) on this rank."""
     from moe_asyncrl.engine.client import EngineClient
+    from moe_asyncrl.engine.copy_weights import copy_weights
     from moe_asyncrl.engine.keys import ensure_engine_key
     from moe_asyncrl.train.probe import Probe
     from moe_asyncrl.train.publish import Publisher
+    from moe_asyncrl.weights.backend import choose_transport
 
     model = state.model
     spec: ModelSpec = model.spec
@@ -262,6 +265,20 @@ def _engines(
     def connect(member: Member) -> EngineClient:
         return EngineClient.of(member, spec, key)
 
+    async def copy(source: Member, target: Member) -> None:
+        backend = choose_transport(recipe.weights.backend, source.nccl, {target.name: target.nccl})
+        async with connect(source) as giver, connect(target) as taker:
+            await copy_weights(
+                giver,
+                taker,
+                host=urlsplit(source.url).hostname or "127.0.0.1",
+                deadline_s=recipe.weights.timeout_s,
+                backend=backend,
+            )
+
+    joins: BufferClient | None = None
+    if first:
+        joins = resources.enter_context(BufferClient.connect(folder, sender="trainer-0-joins", epoch=client.epoch))
     publisher = Publisher(
         model.chunks,
         spec,
@@ -273,6 +290,10 @@ def _engines(
         control=client if first else None,
         events=folder.events if first else None,
         stop=stop,
+        epoch=client.epoch,
+        folder=folder.path / "weights",
+        join_control=joins,
+        copy=copy if first else None,
     )
     resources.callback(publisher.close)
     if recipe.replay.probe_every == 0:

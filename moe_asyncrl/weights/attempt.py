@@ -9,11 +9,13 @@ engines is an EnginesFailed, after which the caller calls `recover` and tries ag
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from moe_asyncrl.data.errors import StaleEpoch, UserError
 from moe_asyncrl.data.protocols import EngineControl
@@ -27,7 +29,7 @@ from moe_asyncrl.weights.failure import EnginesFailed
 from moe_asyncrl.weights.group import GRACE_S
 from moe_asyncrl.weights.letters import sizes, total_bytes
 from moe_asyncrl.weights.loop_thread import LoopThread
-from moe_asyncrl.weights.message_files import folder_name
+from moe_asyncrl.weights.message_files import FolderWriter, Index, folder_name, prune
 from moe_asyncrl.weights.orders import Announce, Answer, MakePlan, Open, Send
 from moe_asyncrl.weights.rank_side import RankSide, ring_path
 from moe_asyncrl.weights.stop_sign import StopSign
@@ -88,6 +90,8 @@ class Sent:
     """Fraction of the elements whose bits have changed; 1 if the update was a full one."""
     paused_at: float
     """Unix time."""
+    index: Index | None
+    """disk: of the folder."""
 
 
 class Attempt:
@@ -196,6 +200,34 @@ class Attempt:
             whole_bytes=sum(answer.whole_bytes for answer in answers),
             changed=sum(answer.changed for answer in answers) / elements if self.delta and elements else 1.0,
             paused_at=self.paused_at,
+            index=self._index(orders, manifests) if self.transport == "disk" else None,
+        )
+
+    def keep_folder(self, sent: Sent) -> None:
+        """After the commit: complete the folder of a full update, for whoever comes later, and delete older ones.
+
+        Raises FolderError.
+        """
+        root = Path(self._ways.folder)
+        folder = root / folder_name(self._version, self.update)
+        if sent.index is None:
+            return
+        if sent.delta:
+            # Every engine has it, and nobody else can begin with it.
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        FolderWriter(folder).complete(sent.index)
+        prune(root, folder)
+
+    def _index(self, orders: Mapping[str, Prepare], manifests: Mapping[str, str]) -> Index:
+        name, order = next(iter(orders.items()))
+        return Index(
+            epoch=self._epoch,
+            version=self._version,
+            base=order.base,
+            manifest=manifests[name],
+            streams=order.streams,
+            schedules=order.schedules,
         )
 
     def _announce(self) -> Sequence[Answer]:

@@ -19,10 +19,14 @@ from moe_asyncrl.checkpoint.hf_load import load_hf
 from moe_asyncrl.checkpoint.megatron_names import global_parameters
 from moe_asyncrl.config.recipe import Engine, Weights
 from moe_asyncrl.data.messages import Member
+from moe_asyncrl.engine.client import EngineClient
+from moe_asyncrl.engine.copy_weights import copy_weights
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.telemetry.jsonl import JsonlWriter
 from moe_asyncrl.train.publish import Publisher
+from moe_asyncrl.weights.attempt import Held
+from moe_asyncrl.weights.engine_layout import EngineLayout
 from tests.pool.machine import CPU
 from tests.weights.support import UPDATE_S, MemoryControl, make_client
 
@@ -43,8 +47,14 @@ def start(
     step_s: float = UPDATE_S,
     start_timeout_s: float = 30.0,
     expected: int | None = None,
+    weights: dict[str, Any] | None = None,
+    folder: str | None = None,
+    joiners: bool = False,
 ) -> None:
-    """Build and load the model on this rank, and make its publisher. `kinds` and `pids` choose faulty clients."""
+    """Build and load the model on this rank, and make its publisher.
+
+    `kinds` and `pids` choose faulty clients; `weights` are fields of the recipe.
+    """
     from moe_asyncrl.train.model import build_model
 
     stop()
@@ -53,19 +63,31 @@ def start(
     chunks = build_model(spec, layout, CPU)
     load_hf(chunks, spec, layout, hf_dir)
     control = MemoryControl(list(members))
-    chosen, known = kinds or {}, pids or {}
+    chosen, known = dict(kinds or {}), dict(pids or {})
+
+    async def copy(source: Member, target: Member) -> None:
+        clients = [EngineClient(m.url, name=m.name, world_size=m.world_size) for m in (source, target)]
+        async with clients[0], clients[1]:
+            await copy_weights(clients[0], clients[1], host="127.0.0.1", deadline_s=step_s)
+
     publisher = Publisher(
         chunks,
         spec,
         layout,
         rank,
-        weights=Weights(timeout_s=step_s),
+        weights=Weights(timeout_s=step_s, **(weights or {})),
         engine=Engine(count=expected or len(members), dtype=dtype, start_timeout_s=start_timeout_s),  # type: ignore[arg-type]
         connect=lambda m: make_client(chosen.get(m.name, "plain"), m, known.get(m.name, 0)) if rank == 0 else None,  # type: ignore[arg-type,return-value]
         control=control if rank == 0 else None,
         events=JsonlWriter(Path(events)) if events and rank == 0 else None,
+        join_control=control if rank == 0 and joiners else None,
+        copy=copy if rank == 0 else None,
         bucket_bytes=bucket_bytes,
+        epoch=int(time.monotonic() * 10),
+        folder=None if folder is None else Path(folder),
+        layout_of=lambda m: EngineLayout(tp=m.world_size, ep=m.world_size),
     )
+    HELD.update(kinds=chosen, pids=known)
     HELD.update(chunks=chunks, spec=spec, layout=layout, rank=rank, publisher=publisher, control=control, source=hf_dir)
 
 
@@ -76,9 +98,21 @@ def stop() -> None:
     HELD.clear()
 
 
-def set_members(members: list[Member]) -> None:
-    """Engines that are there from now on."""
+def set_members(members: list[Member], kinds: dict[str, str] | None = None, pids: dict[str, int] | None = None) -> None:
+    """Engines that are there from now on; `kinds` and `pids` choose faulty clients."""
+    HELD["kinds"] |= kinds or {}
+    HELD["pids"] |= pids or {}
     HELD["control"].members = list(members)
+
+
+def wait_for_commits(count: int, timeout_s: float = 60.0) -> list[Any]:
+    """What the first rank has committed once it is so many; empty on the others."""
+    if dist.get_rank():
+        return []
+    end = time.monotonic() + timeout_s
+    while len(HELD["control"].commits) < count and time.monotonic() < end:
+        time.sleep(0.1)
+    return list(HELD["control"].commits)
 
 
 def commits() -> list[Any]:
@@ -92,6 +126,19 @@ def perturb(step: int, scale: float = 0.02) -> None:
         for name, value in _parameters().items():
             generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
             value.add_(scale * torch.randn(value.shape, generator=generator))
+
+
+def nudge(step: int, fraction: float = 0.01) -> None:
+    """Move about one element in a hundred, the same on all ranks that hold a copy of it."""
+    with torch.no_grad():
+        for name, value in _parameters().items():
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step} nudge".encode()))
+            value.add_(0.05 * (torch.rand(value.shape, generator=generator) < fraction))
+
+
+def forget() -> None:
+    """The next update is a full one."""
+    HELD["publisher"]._held = Held()
 
 
 def swap_experts() -> None:
@@ -138,6 +185,9 @@ def publish(version: int) -> dict[str, Any]:
         "engines": report.engines,
         "lost": report.lost,
         "took": time.monotonic() - began,
+        "transport": report.transport,
+        "delta": report.delta,
+        "changed": report.changed,
     }
 
 
@@ -149,14 +199,17 @@ def break_parameter(rank: int) -> None:
         layer.self_attention.linear_proj.weight = torch.nn.Parameter(torch.zeros(3, 3))
 
 
-def publish_many(first: int, count: int) -> dict[str, Any]:
+def publish_many(first: int, count: int, change: str = "") -> dict[str, Any]:
     """`count` updates in a row; seconds of each, and what this process holds before and after."""
     process = psutil.Process()
     HELD["publisher"].publish(first)
-    seconds, before = [], _holdings(process)
+    seconds, before, memory = [], _holdings(process), []
     for version in range(first + 1, first + count):
+        if change:
+            globals()[change](step=version)
         seconds.append(HELD["publisher"].publish(version).seconds)
-    return {"seconds": seconds, "before": before, "after": _holdings(process)}
+        memory.append(process.memory_info().rss)
+    return {"seconds": seconds, "memory": memory, "before": before, "after": _holdings(process)}
 
 
 def _holdings(process: psutil.Process) -> dict[str, int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_asyncrl.data.messages import Counters, Member, MemberId, RunState
-from moe_asyncrl.data.protocols import TensorMeta
+from moe_asyncrl.data.weights import Progress
 from moe_asyncrl.engine.client import EngineClient
 
 UPDATE_S = 20.0
@@ -57,9 +57,9 @@ class MemoryControl:
 
 
 class RefusingClient(EngineClient):
-    """Opens no session, so that the engine itself refuses every bucket while the trainer broadcasts it."""
+    """Is not paused, so that the engine itself refuses what comes while the trainer sends it."""
 
-    async def begin_update(self, *, deadline_s: float) -> None:
+    async def pause(self, *, mode: str, deadline_s: float) -> None:
         return
 
 
@@ -71,29 +71,25 @@ class AbsentClient(EngineClient):
 
 
 class LyingClient(EngineClient):
-    """Takes the weights and keeps their version from the engine, which then reports another one."""
+    """Says that it holds something else than was sent."""
 
-    async def receive_bucket(
-        self, tensors: Sequence[TensorMeta], *, group: str, version: int | None, deadline_s: float
-    ) -> None:
-        await super().receive_bucket(tensors, group=group, version=None, deadline_s=deadline_s)
+    async def finish(self, update: str, *, deadline_s: float) -> str:
+        return (await super().finish(update, deadline_s=deadline_s))[::-1]
 
 
 class DyingClient(EngineClient):
-    """Kills the engine when the second bucket is on its way. `pid` leads the server's process group."""
+    """Kills the engine while weights are on their way. `pid` leads the server's process group."""
 
     def __init__(self, url: str, *, pid: int, name: str) -> None:
         super().__init__(url, name=name)
         self._pid = pid
-        self._buckets = 0
 
-    async def receive_bucket(
-        self, tensors: Sequence[TensorMeta], *, group: str, version: int | None, deadline_s: float
-    ) -> None:
-        self._buckets += 1
-        if self._buckets == 2:
+    async def receive(self, update: str, count: int, *, deadline_s: float) -> Progress:
+        if self._pid:
+            await super().receive(update, 1, deadline_s=deadline_s)
             os.killpg(self._pid, signal.SIGKILL)
-        await super().receive_bucket(tensors, group=group, version=version, deadline_s=deadline_s)
+            self._pid = 0
+        return await super().receive(update, count, deadline_s=deadline_s)
 
 
 class SlowToStartClient(EngineClient):

@@ -18,12 +18,15 @@ from moe_asyncrl.data.trajectory import SamplingParams
 from moe_asyncrl.engine.completion import Completion, GenerateRequest
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.telemetry.jsonl import read_jsonl
-from tests.engines.fixtures import EngineHouse, TestEngine
+from tests.engines.fixtures import EngineHouse, Key, TestEngine
 from tests.engines.models import Reference
 from tests.pool.pool import WorkerPool
 from tests.weights.support import member
 
 EP2_PP2 = Layout(ep=2, pp=2, dp=2)
+TP2_EP2 = Layout(tp=2, ep=2, dp=2)
+VPP2 = Layout(pp=2, vpp=2, dp=2, ep=2)
+TWO_RANKS = Key("qwen3_moe", 2, 2, 0)
 TOLERANCE = 1e-5
 PLANTED = 100 * TOLERANCE
 PROMPTS = ([5, 9, 33, 80, 101, 7, 8], [400, 3, 17, 256, 99], [11] * 12)
@@ -34,11 +37,9 @@ Trainer = Callable[..., Any]
 
 @pytest.fixture
 def engines_two(engine: Callable[..., TestEngine], engines: EngineHouse) -> Iterator[tuple[TestEngine, TestEngine]]:
-    """Two resident servers of one model, with their first weights before and after."""
-    from tests.engines.fixtures import Key
-
-    engines.begin(Key("qwen3_moe", 1, 1, 1))
-    pair = (engine(), engine(index=1))
+    """Two resident servers of one model, of one rank and of two, with their first weights before and after."""
+    engines.begin(TWO_RANKS)
+    pair = (engine(), engine(tp=2, ep=2))
     for one in pair:
         one.reset()
     yield pair
@@ -49,9 +50,11 @@ def engines_two(engine: Callable[..., TestEngine], engines: EngineHouse) -> Iter
 @pytest.fixture
 def trainer(pool: WorkerPool) -> Iterator[Trainer]:
     """`trainer(job, **arguments)` runs a job of `tests.weights.jobs` on the four ranks."""
+    used = [EP2_PP2]
 
-    def run(job: str, *, timeout_s: float = 90.0, **arguments: Any) -> list[Any]:
-        return pool.run(JOBS + job, layout=EP2_PP2, timeout_s=timeout_s, **arguments)
+    def run(job: str, *, timeout_s: float = 120.0, layout: Layout | None = None, **arguments: Any) -> list[Any]:
+        used[0] = layout or used[0]
+        return pool.run(JOBS + job, layout=used[0], timeout_s=timeout_s, **arguments)
 
     yield run
     run("stop")
@@ -93,46 +96,73 @@ def deviation(engine: TestEngine, reference: Reference, version: int) -> float:
     return worst
 
 
+def checksum(engine: TestEngine) -> str:
+    """Of the weights that it serves."""
+
+    async def ask() -> str:
+        async with engine.client() as client:
+            return await client.checksum(deadline_s=60)
+
+    return asyncio.run(ask())
+
+
+CASES = {
+    "broadcast": (EP2_PP2, {}, 1 << 18),
+    "direct": (TP2_EP2, {"transport": "direct", "delta": "auto"}, 1 << 18),
+    # Fused tensors are larger than such a bucket (fault 12).
+    "shared_memory": (VPP2, {"transport": "shared_memory", "delta": "auto", "roots_per_stage": 1}, 1 << 14),
+    "disk": (TP2_EP2, {"transport": "disk", "depth": 3}, 1 << 16),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_every_update_equals_transformers_on_the_exported_weights(
-    trainer: Trainer, engines_two: tuple[TestEngine, TestEngine], tmp_path: Path
+    trainer: Trainer, engines_two: tuple[TestEngine, TestEngine], tmp_path: Path, case: str
 ) -> None:
-    """Five updates with changed weights; before them one with unchanged weights, after them two planted errors."""
-    first = engines_two[0]
+    """Unchanged weights, changed ones, a few changed elements, a planted error; and deltas bit by bit."""
+    layout, weights, bucket_bytes = CASES[case]
+    first, transport = engines_two[0], weights.get("transport", "broadcast")
     events = tmp_path / "events.jsonl"
-    before = [deviation(one, first.reference, -1) for one in engines_two]
-    trainer("start", hf_dir=str(first.model), members=members_of(engines_two), events=str(events))
-    trainer("publish", version=0)
-    # The start-up path and the update path must lead to the same weights.
-    assert max(before + [deviation(one, first.reference, 0) for one in engines_two]) <= TOLERANCE
+    given = {"hf_dir": str(first.model), "members": members_of(engines_two), "folder": str(tmp_path / "weights")}
+    trainer("start", layout=layout, weights=weights, bucket_bytes=bucket_bytes, events=str(events), **given)
+    reports = trainer("publish", version=0)
+    assert reports[0]["transport"] == ("broadcast" if transport == "direct" else transport), reports[0]
+    # The start-up path and the update path must lead to the same weights (fault 18).
+    assert max(deviation(one, first.reference, 0) for one in engines_two) <= TOLERANCE
     reference = first.reference
-    for version in range(1, 6):
-        trainer("perturb", step=version)
+    for version, change in enumerate(("perturb", "nudge"), 1):
+        trainer(change, step=version)
         reports = trainer("publish", version=version)
-        assert all(r["engines"] == tuple(sorted(one.name for one in engines_two)) for r in reports), reports
-        assert reports[0]["buckets"] > 4 and reports[0]["lost"] == {}
+        expected = tuple(sorted(one.name for one in engines_two))
+        assert all(r["engines"] == expected and r["lost"] == {} for r in reports), reports
+        assert reports[0]["transport"] == transport and reports[0]["buckets"] > 4
+        assert reports[0]["delta"] == (change == "nudge" and "delta" in weights), reports[0]
         trainer("export", out=str(tmp_path / f"v{version}"))
         old, reference = reference, Reference(tmp_path / f"v{version}")
         for one in engines_two:
             assert deviation(one, reference, version) <= TOLERANCE
-            assert deviation(one, old, version) >= PLANTED
-    plants: list[dict[str, Any]] = [{"job": "swap_experts"}, {"job": "age_expert", "step": 5}]
-    for number, plant in enumerate(plants):
-        trainer(**plant)
-        trainer("publish", version=6 + number)
-        assert min(deviation(one, reference, 6 + number) for one in engines_two) >= PLANTED, plant
-        if plant["job"] == "swap_experts":
-            trainer(**plant)
-    assert [c[0] for c in trainer("commits")[0]] == list(range(8))
+            assert version > 1 or deviation(one, old, version) >= PLANTED
+    if reports[0]["delta"]:
+        assert 0 < reports[0]["changed"] < 0.05
+        changed = [checksum(one) for one in engines_two]
+        trainer("forget")
+        assert not trainer("publish", version=3)[0]["delta"]
+        assert [checksum(one) for one in engines_two] == changed
+    trainer("swap_experts")
+    trainer("publish", version=4)
+    assert min(deviation(one, reference, 4) for one in engines_two) >= PLANTED
     spans = [record["span"] for record in read_jsonl(events)]
-    assert spans.count("update") == spans.count("pause") == 8
+    assert spans.count("update") == spans.count("pause") == len(trainer("commits")[0])
 
 
+@pytest.mark.parametrize("interrupt", ["in_flight", "retract"])
 def test_requests_in_flight_survive_and_tell_both_versions(
-    trainer: Trainer, engines_two: tuple[TestEngine, TestEngine]
+    trainer: Trainer, engines_two: tuple[TestEngine, TestEngine], interrupt: str
 ) -> None:
-    """More requests than the engines run at once (64), and updates among them: none is aborted or retracted."""
+    """More requests than the engines run at once (64), and updates among them: none is aborted (faults 9, 10)."""
     first = engines_two[0]
-    trainer("start", hf_dir=str(first.model), members=members_of(engines_two))
+    members = members_of(engines_two)
+    trainer("start", hf_dir=str(first.model), members=members, weights={"interrupt": interrupt})
     trainer("publish", version=0)
     prompts = [[3 + i, 8, 15] for i in range(96)]
     done: dict[str, list[Completion]] = {}
@@ -152,7 +182,8 @@ def test_requests_in_flight_survive_and_tell_both_versions(
     for one in engines_two:
         completions = done[one.name]
         assert {c.finish_reason for c in completions} == {"length"}
-        assert all(len(c.output_ids) == 150 and c.retractions == 0 for c in completions)
+        assert all(len(c.output_ids) == 150 for c in completions)
+        assert any(c.retractions for c in completions) == (interrupt == "retract")
         assert all(np.all(np.diff(c.versions) >= 0) for c in completions)
         assert max(len(set(c.versions.tolist())) for c in completions) >= 2
 
@@ -166,43 +197,52 @@ def test_an_engine_that_refuses_is_left_out_at_once(
     trainer("perturb", step=1)
     reports = trainer("publish", version=0)
     assert reports[0]["engines"] == (good.name,) and reports[0] | {"took": 0} == reports[3] | {"took": 0}
-    assert "begin_weight_update" in reports[0]["lost"][bad.name]
-    assert reports[0]["took"] < 10, "nobody may wait for the time limit of the broadcast"
+    assert "has to be paused" in reports[0]["lost"][bad.name]
+    assert reports[0]["took"] < 20, "nobody may wait for the time limit of the broadcast"
     assert trainer("commits")[0] == [(0, (good.name,), (bad.name,))]
     trainer("export", out=str(tmp_path / "out"))
     assert deviation(good, Reference(tmp_path / "out"), 0) <= TOLERANCE
-    # It stays out while it lives, and comes back with its next life.
+    # It stays out while it lives, and comes back with its next life and all weights.
     assert trainer("publish", version=1)[0]["engines"] == (good.name,)
-    again = [member(good.name, good.url), member("back", bad.url, incarnation=1)]
-    trainer("set_members", members=again)
+    back = member("back", bad.url, incarnation=1, world_size=bad.world_size)
+    trainer("set_members", members=[*members_of([good]), back])
     assert trainer("publish", version=2)[0]["engines"] == ("back", good.name)
     assert max(deviation(one, Reference(tmp_path / "out"), 2) for one in engines_two) <= TOLERANCE
 
 
-def test_an_engine_killed_in_the_midst_of_an_update_is_left_out(
+def test_an_engine_that_comes_late_is_served_by_another_one_and_then_killed_in_an_update(
     trainer: Trainer, engine: Callable[..., TestEngine], engines: EngineHouse, tmp_path: Path
 ) -> None:
-    """The next update's group does not count it. Needs a server of its own, since it is killed."""
-    from tests.engines.fixtures import Key
-
+    """The trainer does nothing for it meanwhile. Needs a server of its own, since it is killed (fault 5)."""
     engines.begin(Key("qwen3_moe", 1, 1, 2))
-    good, bad = engine(), engine(index=2)
+    good = engine()
     good.reset()
-    faulty = {"kinds": {bad.name: "dying"}, "pids": {bad.name: bad.server.pid}}
-    trainer("start", hf_dir=str(good.model), members=members_of((good, bad)), **faulty)
+    trainer("start", hf_dir=str(good.model), members=members_of([good]), joiners=True, weights={"delta": "auto"})
     trainer("perturb", step=1)
-    reports = trainer("publish", version=0)
-    assert reports[0]["engines"] == (good.name,) and bad.name in reports[0]["lost"], reports[0]
-    assert "cannot be reached" in reports[0]["lost"][bad.name] and reports[0]["took"] < 15
+    trainer("publish", version=0)
+    late = engine(index=2)
+    faulty = {"kinds": {late.name: "dying"}, "pids": {late.name: late.server.pid}}
+    trainer("set_members", members=members_of([good, late]), **faulty)
+    (commits,) = [c for c in trainer("wait_for_commits", count=2) if c]
+    assert commits[-1] == (0, (good.name, late.name), ())
     trainer("export", out=str(tmp_path / "out"))
-    assert deviation(good, Reference(tmp_path / "out"), 0) <= TOLERANCE
-    report = trainer("publish", version=1)[0]
-    assert report["engines"] == (good.name,) and report["lost"] == {} and report["took"] < 5
+    reference = Reference(tmp_path / "out")
+    assert max(deviation(one, reference, 0) for one in (good, late)) <= TOLERANCE
+    assert checksum(good) == checksum(late)
+    trainer("nudge", step=2)
+    reports = trainer("publish", version=1)
+    assert reports[0]["engines"] == (good.name,) and late.name in reports[0]["lost"], reports[0]
+    assert "cannot be reached" in reports[0]["lost"][late.name] and reports[0]["took"] < 20
+    trainer("export", out=str(tmp_path / "after"))
+    assert deviation(good, Reference(tmp_path / "after"), 1) <= TOLERANCE
+    report = trainer("publish", version=2)[0]
+    assert report["engines"] == (good.name,) and report["lost"] == {} and report["took"] < 10
     good.reset()
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("absent", "did not join the update group within 3 s"), ("lying", "reports weight version")]
+    ("kind", "reason"),
+    [("absent", "did not join the update group within 3 s"), ("lying", "received other messages than were sent")],
 )
 def test_an_engine_that_does_not_play_along_is_named(
     trainer: Trainer, engines_two: tuple[TestEngine, TestEngine], kind: str, reason: str
@@ -212,7 +252,7 @@ def test_an_engine_that_does_not_play_along_is_named(
     trainer("start", hf_dir=str(good.model), members=members_of(engines_two), kinds={bad.name: kind}, step_s=3.0)
     reports = trainer("publish", version=0)
     assert reports[0]["engines"] == (good.name,) and reason in reports[0]["lost"][bad.name], reports[0]
-    assert reports[0]["took"] < 20
+    assert reports[0]["took"] < 30
 
 
 def test_opposite_orders_of_joining_do_not_lock_each_other(
@@ -223,7 +263,7 @@ def test_opposite_orders_of_joining_do_not_lock_each_other(
     for version, late in enumerate(itertools.chain(engines_two, engines_two)):
         trainer("start", hf_dir=str(engines_two[0].model), members=members, kinds={late.name: "slow"})
         reports = trainer("publish", version=version)
-        assert len(reports[0]["engines"]) == 2 and reports[0]["took"] < 10, reports[0]
+        assert len(reports[0]["engines"]) == 2 and reports[0]["took"] < 20, reports[0]
 
 
 def test_all_ranks_raise_the_same_error(trainer: Trainer, engines_two: tuple[TestEngine, TestEngine]) -> None:
