@@ -17,6 +17,8 @@ CAUSES = ("weights", "routing", "rows", "truncation", "temperature", "precision"
 not belong where it stands; truncation: over what the two sides normalise; temperature; precision: types of numbers."""
 NEIGHBOURS = (2, 1)
 """Versions below and above the evaluated one that are tried for all tokens, as a recorded version could be wrong."""
+SMALL = 1e-3
+"""A gap that is so small a part of the first one is not taken apart any further."""
 SAME_TEMPERATURE = 2e-3
 """A fitted factor within so much of 1 is 1."""
 
@@ -66,10 +68,9 @@ class Mismatch:
     """All controls, in the order in which they were made."""
     handled: tuple[tuple[str, Gap], ...]
     """What the trainer already does, and the gap if it did not."""
-    rest: Gap | None
-    """With everything controlled that helped; None where nothing did."""
-    together: str
-    """What those controls were."""
+    steps: tuple[Finding, ...]
+    """Causes controlled one on top of the other: the named one, then what takes most of what is left, as long as that
+    is worth naming. Drop and share are of the gap before the step; the last one's gap is the rest."""
     unknown: tuple[Unknown, ...]
     versions: tuple[VersionGap, ...]
     layers: tuple[LayerReport, ...]
@@ -80,6 +81,11 @@ class Mismatch:
     def named(self) -> Finding | None:
         """The cause with the largest drop; None if nothing that was tried explains the gap."""
         return self.findings[0] if self.findings and self.findings[0].named else None
+
+    @property
+    def rest(self) -> Gap | None:
+        """The gap with all that helped controlled; None where nothing did."""
+        return self.steps[-1].gap if self.steps else None
 
 
 def take_apart(lab: Lab, say: Callable[[str], None] = lambda _: None) -> Mismatch:
@@ -110,7 +116,7 @@ class _Study:
         temperature = self.temperature()
         self.precision()
         findings = ranked([f for f, _ in self.tried])
-        rest, together = self.together(findings)
+        steps = self.stepwise(findings)
         lab = self.lab
         versions = []
         for version in sorted(set(lab.tokens.version.tolist())):
@@ -123,8 +129,7 @@ class _Study:
             findings=tuple(findings),
             tried=tuple(f for f, _ in self.tried),
             handled=tuple(self.handled),
-            rest=rest,
-            together=together,
+            steps=steps,
             unknown=tuple(self.unknown),
             versions=tuple(versions),
             layers=self.layers,
@@ -264,22 +269,41 @@ class _Study:
         how = f"the trainer computes in {engine}, by its own kernels"
         self.try_("precision", how, replace(lab.base, precision="engine"))
 
-    def together(self, findings: list[Finding]) -> tuple[Gap | None, str]:
-        """All that helped at once: what no control explains."""
-        chosen = [f for f in findings if f.named]
-        if not chosen:
-            return None, ""
-        conditions = self.lab.base
-        changed: list[str] = []
-        for f in chosen:
-            wanted = next(c for g, c in self.tried if g == f)
-            conditions = _joined(conditions, wanted, self.lab.base)
-            changed.append(f.cause)
-        if len(chosen) == 1:
-            return chosen[0].gap, changed[0]
-        self.say("all that helped, together")
-        control = self.lab.control("rest", "all that helped", conditions)
-        return self.found(control).gap, ", ".join(changed)
+    def stepwise(self, findings: list[Finding]) -> tuple[Finding, ...]:
+        """The named cause, then what takes most of the gap that it leaves, and so on: one cause can hide another."""
+        if not findings or not findings[0].named:
+            return ()
+        lab, owner = self.lab, self.lab.tokens.owner
+        whole, steps = gap_of(self.sampler, self.trainer, owner).kl, [findings[0]]
+        conditions = self.of(findings[0])
+        now = replace(lab.control(findings[0].cause, findings[0].how, conditions), applies=None)
+        while steps[-1].gap.kl > SMALL * whole:
+            done = {f.cause for f in steps}
+            best: tuple[Finding, Conditions, Control] | None = None
+            for f in findings:
+                if f.cause in done:
+                    continue
+                self.say(f"with {', '.join(x.cause for x in steps)} controlled: {f.cause}")
+                wanted = self.of(f)
+                joined = _joined(conditions, wanted, lab.base)
+                how = f.how
+                if isinstance(wanted.temperature, float):
+                    factor = lab.fitted(joined)
+                    joined = replace(joined, temperature=factor)
+                    how = f"the temperature that fits best, {lab.setting.temperature * factor:.4g}"
+                control = replace(lab.control(f.cause, how, joined), applies=None)
+                found = finding_of(now.sampler, now.trainer, control, owner)
+                if found.named and (best is None or found.drop > best[0].drop):
+                    best = found, joined, control
+            if best is None:
+                break
+            steps.append(best[0])
+            conditions, now = best[1], best[2]
+        return tuple(steps)
+
+    def of(self, finding: Finding) -> Conditions:
+        """The conditions of a control that was tried."""
+        return next(c for f, c in self.tried if f is finding)
 
 
 def neighbours(versions: list[int], evaluated: int) -> list[int]:

@@ -99,7 +99,7 @@ class Lab:
         return self.tokens.full if conditions.support == "full" else self.tokens.sampler
 
     def logprobs(self, conditions: Conditions) -> tuple[Floats, Bools | None]:
-        """The trainer's side, [N], and where it could be had."""
+        """The trainer's side, [N], and where the weights are the wanted ones; elsewhere they are the evaluated ones."""
         temperatures = self.temperatures(conditions)[:, None]
         if conditions.weights != "own":
             version = self.evaluated if conditions.weights == "evaluated" else conditions.weights
@@ -109,6 +109,8 @@ class Lab:
             at = self.tokens.version == version
             out[at] = self.run(conditions, temperatures, version).logprobs[at, 0]
             there |= at
+        if not there.all():
+            out[~there] = self.run(conditions, temperatures, self.evaluated).logprobs[~there, 0]
         return out, there
 
     def run(self, conditions: Conditions, temperatures: Floats, version: int, *, watch: bool = False) -> Passed:

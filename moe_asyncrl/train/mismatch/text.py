@@ -38,6 +38,7 @@ def as_values(found: Mismatch, about: dict[str, Any], bounds: Bounds) -> dict[st
         **about,
         **asdict(found),
         "handled": [{"what": what, "gap": asdict(gap)} for what, gap in found.handled],
+        "rest": None if found.rest is None else asdict(found.rest),
         "first": found.named.cause if found.named is not None else None,
         "findings": [{**asdict(f), "named": f.named} for f in found.findings],
         "bounds": {**asdict(bounds), "hold": not broken, "broken": broken},
@@ -70,9 +71,13 @@ def lines(found: Mismatch, about: dict[str, Any], bounds: Bounds) -> list[str]:
         out.append("nothing that was tried explains the gap")
     else:
         out.append(f"first: {found.named.cause}: {found.named.how}")
+        out += [
+            f"then:  {s.cause}: {s.how}: takes {s.drop:.2e} of what is left ({s.share:.0%})" for s in found.steps[1:]
+        ]
         if found.rest is not None:
-            left = found.rest.kl / g.kl if g.kl > 0 else 0.0
-            out.append(f"rest: with {found.together} controlled, mean k3 {found.rest.kl:.2e} is left ({left:.1%})")
+            out.append(
+                f"rest:  with {_and(found)} controlled, mean k3 {found.rest.kl:.2e} ({found.rest.kl / g.kl:.1%})"
+            )
     for what, gap in found.handled:
         out.append(f"controlled already: without {what} the mean k3 would be {gap.kl:.2e} ({_times(gap.kl, g.kl)})")
     out += [f"not known: {u.cause}: {u.why}" for u in found.unknown]
@@ -92,6 +97,10 @@ def lines(found: Mismatch, about: dict[str, Any], bounds: Bounds) -> list[str]:
         broken = bounds.broken(g)
         out += ["", f"bound exceeded: {'; '.join(broken)}" if broken else "the bound holds"]
     return out
+
+
+def _and(found: Mismatch) -> str:
+    return ", ".join(s.cause for s in found.steps)
 
 
 def _with_error(value: float, error: float) -> str:
