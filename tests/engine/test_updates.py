@@ -18,7 +18,7 @@ from moe_asyncrl.data.trajectory import SamplingParams
 from moe_asyncrl.engine.client import EngineClient
 from moe_asyncrl.engine.completion import Completion, GenerateRequest
 from moe_asyncrl.engine.errors import EngineRefused, EngineTimeout
-from moe_asyncrl.weights.update_group import UpdateGroup
+from tests.engine.sender import Group
 from tests.engines.fixtures import EngineHouse, TestEngine
 from tests.engines.models import Reference, make_model
 
@@ -218,9 +218,7 @@ def test_buckets_through_a_process_group(engine: Callable[..., TestEngine], othe
 
     async def body(client: EngineClient) -> Completion:
         control: EngineControl = client
-        group = await UpdateGroup.form(
-            [control], name="updates-test", host="127.0.0.1", transport="gloo", timeout_s=120
-        )
+        group = await Group.form([client])
         before = await client.checksum(deadline_s=60)
         running = asyncio.create_task(client.generate([request(300)], deadline_s=240))
         await asyncio.sleep(0.3)
@@ -233,9 +231,9 @@ def test_buckets_through_a_process_group(engine: Callable[..., TestEngine], othe
                 for n in part
             ]
             flat = torch.cat([weights[n].flatten().view(torch.uint8) for n in part])
-            await asyncio.gather(
-                control.receive_bucket(metas, group=group.name, version=version, deadline_s=120), group.broadcast(flat)
-            )
+            sent = group.broadcast(flat)
+            await control.receive_bucket(metas, group=group.name, version=version, deadline_s=120)
+            sent.wait()
         await control.end_update(deadline_s=60)
         await control.resume(deadline_s=60)
         (through,) = await running
@@ -243,7 +241,8 @@ def test_buckets_through_a_process_group(engine: Callable[..., TestEngine], othe
         assert await control.serving_version(deadline_s=60) == 12
         assert await client.checksum(deadline_s=60) != before
         (done,) = await client.generate([request(8, version=12)], deadline_s=60)
-        await group.dissolve([control])
+        await control.leave_group(group=group.name, deadline_s=20)
+        group.drop()
         return done
 
     done = run(target, body)

@@ -41,6 +41,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--updates", type=int, default=20)
     options.add_argument("--many", type=int, default=100)
+    options.add_argument("--transport", choices=TRANSPORTS, action="append", help="only these")
     args = options.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak-updates-"))
     house, pool = EngineHouse(folder), WorkerPool(size=4)
@@ -50,9 +51,9 @@ def main() -> None:
             house.begin(key)
         engines = [house.get(key) for key in keys]
         for name, layout in LAYOUTS.items():
-            for transport in TRANSPORTS:
+            for transport in args.transport or TRANSPORTS:
                 consecutive(pool, layout, name, transport, engines, folder, args.updates)
-        for transport in TRANSPORTS:
+        for transport in args.transport or TRANSPORTS:
             without_slope(pool, transport, engines, folder, args.many)
         print(json.dumps({"name": "soak_updates", "failed": 0}))
     finally:
