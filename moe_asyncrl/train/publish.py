@@ -20,7 +20,7 @@ import torch
 
 from moe_asyncrl.checkpoint.megatron_names import global_parameters
 from moe_asyncrl.config.recipe import Engine, Weights
-from moe_asyncrl.data.errors import UserError
+from moe_asyncrl.data.errors import DeadlineExceeded, UserError
 from moe_asyncrl.data.messages import Member
 from moe_asyncrl.data.protocols import EngineControl
 from moe_asyncrl.models.layout import Layout
@@ -32,13 +32,15 @@ from moe_asyncrl.weights.attempt import Attempt, Held, Sent, Ways
 from moe_asyncrl.weights.backend import choose_transport, own_nccl_version
 from moe_asyncrl.weights.channels import Channels
 from moe_asyncrl.weights.engine_layout import EngineLayout
+from moe_asyncrl.weights.engines_side import EnginesSide
 from moe_asyncrl.weights.failure import EnginesFailed
 from moe_asyncrl.weights.lockstep import Lockstep
 from moe_asyncrl.weights.loop_thread import LoopThread
-from moe_asyncrl.weights.orders import Answer, AnyOrder, Done, Failed, Ordered, Settle, SignAt, Stopped, Wait
+from moe_asyncrl.weights.orders import Answer, AnyOrder, Done, Failed, Ordered, Resting, Settle, SignAt, Stopped, Wait
 from moe_asyncrl.weights.pack import Parameters
 from moe_asyncrl.weights.rank_side import RankSide, Settings, Watch
 from moe_asyncrl.weights.stop_sign import StopSign
+from moe_asyncrl.weights.turns import Turns
 
 PAUSE_MODES = {"in_flight": "in_place", "retract": "retract"}
 """How engines pause, by the recipe's interrupt policy."""
@@ -153,7 +155,10 @@ class Publisher:
             self._held = Held()
             self._serving: tuple[Member, ...] = ()
             self._joiners: Joiners | None = None
-            if join_control is not None:
+            self._turns = Turns() if engine.colocated else None
+            self._resting_since: float | None = None
+            # A colocated engine that joined meanwhile would generate in the trainer's turn.
+            if join_control is not None and not engine.colocated:
                 self._joiners = Joiners(
                     self._loop,
                     join_control,
@@ -165,6 +170,24 @@ class Publisher:
                     note=self._note,
                 )
 
+    def rest(self) -> None:
+        """Colocated: have all engines give their memory back, so that this trainer may train. Until the next `publish`.
+
+        Collective over the trainer's ranks.
+
+        Raises:
+            UserError: it is not the trainer's turn, or an engine was not idle in time. The same message on all ranks.
+        """
+        last: AnyOrder = Resting()
+        if self._rank == 0:
+            try:
+                self._send_to_sleep()
+            except Exception as error:
+                last = Failed(reason=f"the trainer's turn could not begin: {error}")
+        last = self._lockstep.follow(Ordered(last) if self._rank == 0 else None, Ordered).order
+        if isinstance(last, Failed):
+            raise UserError(last.reason)
+
     def publish(self, version: int) -> PublishReport | None:
         """Bring this rank's weights as `version` to every engine, commit it, and let the engines go on.
 
@@ -174,6 +197,15 @@ class Publisher:
         Raises:
             UserError: no engine came, all of them failed, or a rank could not send. The same message on all ranks.
         """
+        try:
+            return self._publish(version)
+        except (RuntimeError, torch.distributed.DistError) as error:
+            raise DeadlineExceeded(
+                f"weights version {version}: a trainer rank is gone or did not come in time; see the logs of all ranks "
+                f"({error})"
+            ) from error
+
+    def _publish(self, version: int) -> PublishReport | None:
         self._meet()
         if self._rank != 0:
             return self._follow()
@@ -205,6 +237,7 @@ class Publisher:
         try:
             if self._joiners is not None:
                 self._joiners.close()
+            self._channels.close()
             self._loop.call(self._membership.close())
         finally:
             self._loop.close()
@@ -249,6 +282,18 @@ class Publisher:
             raise UserError(problem)
         return answers
 
+    def _send_to_sleep(self) -> None:
+        assert self._loop is not None
+        if self._turns is None:
+            raise UserError("engines are not colocated")
+        self._turns.go("rest")
+        self._resting_since = time.time()
+        engines = self._loop.call(self._membership.clients(self._serving))
+        side = EnginesSide(engines, update="", timeout_s=self._weights.timeout_s)
+        lost = self._loop.call(side.sleep(self._epoch))
+        # Whoever is gone is left out at the next update, when it does not answer.
+        self._note("rest", self._resting_since, time.time(), engines=[e.name for e in engines], lost=lost)
+
     def _lead(self, progress: _Progress) -> PublishReport | None:
         assert self._loop is not None
         while True:
@@ -256,6 +301,8 @@ class Publisher:
             if members is None:
                 return None
             attempt = self._attempt(progress, members)
+            if self._turns is not None:
+                self._turns.go("weights")
             try:
                 changes = self._weights.delta == "auto" and not progress.whole
                 sent = attempt.run(self._held, changes=changes, slices=not progress.whole)
@@ -329,6 +376,10 @@ class Publisher:
         members = tuple(m for m in members if m.name in sent.manifests)
         self._membership.commit(progress.version, members)
         self._watch("resume", 0)
+        if self._turns is not None:
+            self._turns.go("cache")
+            self._turns.go("go_on")
+            paused_at, self._resting_since = self._resting_since or paused_at, None
         engines = [e for e in attempt.engines.engines if e.name in sent.manifests]
         late = self._loop.call(attempt.engines.resume(engines))
         now = time.time()

@@ -12,29 +12,31 @@ import contextlib
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_asyncrl.data.errors import StaleEpoch, UserError
 from moe_asyncrl.data.protocols import EngineControl
-from moe_asyncrl.data.weights import Base, Hold, Prepare, Stream, Transport
+from moe_asyncrl.data.weights import Base, Hold, Memory, Prepare, Stream, Transport
 from moe_asyncrl.weights.backend import Transport as Backend
 from moe_asyncrl.weights.changes import ROOM
 from moe_asyncrl.weights.channels import Channels, Command
 from moe_asyncrl.weights.engine_layout import EngineLayout
 from moe_asyncrl.weights.engines_side import EnginesSide
-from moe_asyncrl.weights.failure import EnginesFailed
-from moe_asyncrl.weights.group import GRACE_S
+from moe_asyncrl.weights.failure import EnginesFailed, raise_if_any
 from moe_asyncrl.weights.letters import sizes, total_bytes
 from moe_asyncrl.weights.loop_thread import LoopThread
 from moe_asyncrl.weights.message_files import FolderWriter, Index, folder_name, prune
-from moe_asyncrl.weights.orders import Announce, Answer, MakePlan, Open, Send
+from moe_asyncrl.weights.orders import Announce, Answer, Drop, MakePlan, Open, Send
 from moe_asyncrl.weights.rank_side import RankSide, ring_path
 from moe_asyncrl.weights.stop_sign import StopSign
 from moe_asyncrl.weights.stream_digest import manifest_digest
 from moe_asyncrl.weights.work import schedule, streams_to
+
+BLAME_S = 1.0
+"""How long a failed transfer waits for an engine's own account of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +147,7 @@ class Attempt:
             # It takes all ranks; without one of them the groups go with the processes.
             with contextlib.suppress(Exception):
                 self._channels.abandon()
+            self._side.do(Drop())
             lost = self._loop.call(self.engines.recover(cause, resume=resume))
             self._channels.leave([e for e in self._all if e.name not in lost])
             return lost
@@ -155,6 +158,7 @@ class Attempt:
     def _run(self, held: Held, *, changes: bool, slices: bool) -> Sent:
         self._watch("survey")
         holds = self._loop.call(self.engines.survey())
+        raise_if_any(self._wake(holds, "weights"))
         if self.transport == "direct" and (not slices or any(h.whole_only for h in holds.values())):
             self.transport = "broadcast"
         self._command(MakePlan(mode="direct" if self.transport == "direct" else "broadcast", engines=self._layouts))
@@ -186,6 +190,7 @@ class Attempt:
         self._loop.call(self.engines.finish(manifests))
         self._watch("commit")
         lost = self._loop.call(self.engines.commit(self._version, manifests))
+        lost |= self._wake(holds, "cache", besides=lost)
         if len(lost) == len(self._all):
             raise EnginesFailed(lost)
         elements = sum(answer.elements for answer in answers)
@@ -229,6 +234,14 @@ class Attempt:
             streams=order.streams,
             schedules=order.schedules,
         )
+
+    def _wake(self, holds: Mapping[str, Hold], memory: Memory, besides: Collection[str] = ()) -> dict[str, str]:
+        """Let colocated engines take a part of their memory back. The reasons of those that cannot."""
+        asleep = [e for e in self._all if memory in holds[e.name].released and e.name not in besides]
+        if not asleep:
+            return {}
+        self._watch(f"wake {memory}")
+        return self._loop.call(self.engines.wake(asleep, memory, self._epoch))
 
     def _announce(self) -> Sequence[Answer]:
         """All ranks agree on the messages: changes if they are worth it, else all weights."""
@@ -286,22 +299,16 @@ class Attempt:
             raise
         failed = next((answer.failed for answer in answers if answer.failed), "")
         if failed:
-            # Leaving the groups makes engines answer that wait for messages.
+            # What senders saw is mostly the consequence of what an engine did: it says so at once, or is gone.
+            with contextlib.suppress(TimeoutError):
+                receiving.result(BLAME_S)
+            # What engines complain of from here on is that the senders have left.
             self._channels.abandon()
-            self._settle(receiving, failed)
+            receiving.cancel()
+            raise EnginesFailed({}, failed)
         receiving.result()
         digests = {stream: value for answer in answers for stream, value in answer.digests.items()}
         return {
             name: manifest_digest({s.number: digests[s.number] for s in order.streams})
             for name, order in orders.items()
         }
-
-    def _settle(self, receiving: Future[None], failed: str) -> None:
-        """What senders saw is the consequence of what an engine did, if one says so soon."""
-        try:
-            receiving.result(GRACE_S)
-        except EnginesFailed:
-            raise
-        except TimeoutError:
-            receiving.cancel()
-        raise EnginesFailed({}, failed)

@@ -69,6 +69,12 @@ class Channels:
         for name, members in left.items():
             self._loop.call(leave([e for e in engines if e in members], name))
 
+    def close(self) -> None:
+        """At the end, when every rank drops its groups by itself: have all engines leave."""
+        self._left |= {name: self._members[sender] for sender, name in self._names.items()}
+        self._names, self._members, self._key = {}, {}, None
+        self.leave(list({id(engine): engine for members in self._left.values() for engine in members}.values()))
+
     def _form(self, sender: int, members: Sequence[EngineControl], backend: Backend) -> None:
         self._made += 1
         name = f"weights-{self._tag}-{self._made}"
