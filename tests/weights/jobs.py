@@ -86,6 +86,7 @@ def start(
         epoch=int(time.monotonic() * 10),
         folder=None if folder is None else Path(folder),
         layout_of=lambda m: EngineLayout(tp=m.world_size, ep=m.world_size),
+        watch=lambda phase, turn: HELD["strike"](phase, turn) if "strike" in HELD else None,
     )
     HELD.update(kinds=chosen, pids=known)
     HELD.update(chunks=chunks, spec=spec, layout=layout, rank=rank, publisher=publisher, control=control, source=hf_dir)
