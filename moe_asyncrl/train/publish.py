@@ -359,6 +359,9 @@ class Publisher:
         if narrow and not progress.whole and attempt.paused_at is None and lost == failure.lost:
             # They live, and have refused changes or slices: whole weights they may take.
             lost = {}
+        if len(lost) == len(members) and not attempt.engines.gone:
+            # All of them live and complain: it is what came to them, as a bit that flipped before a broadcast.
+            lost = {}
         progress.whole = True
         if not lost:
             progress.blameless += 1

@@ -8,16 +8,18 @@ Every call has a deadline, and its error names the engine and what it was waited
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from moe_asyncrl.data.errors import EngineLost, StaleEpoch
+from moe_asyncrl.data.errors import EngineLost, StaleEpoch, UserError
 from moe_asyncrl.data.protocols import EngineControl
-from moe_asyncrl.data.weights import Hold, Prepare
+from moe_asyncrl.data.weights import Hold, Memory, Prepare
 from moe_asyncrl.weights.failure import EnginesFailed, raise_if_any
 from moe_asyncrl.weights.group import GRACE_S
 
 AT_ONCE = 8
 """Messages in one call: between two calls an engine answers health probes."""
+IDLE_POLL_S = 0.05
 
 Call = Callable[[EngineControl], Awaitable[object]]
 
@@ -35,6 +37,8 @@ class EnginesSide:
         """Engines know of the update."""
         self.committing = False
         """Some may have committed it."""
+        self.gone: set[str] = set()
+        """After `recover`: engines that are dead, hang or do not let go of the update."""
 
     async def survey(self) -> dict[str, Hold]:
         """What each engine holds, by name. Raises EnginesFailed."""
@@ -54,6 +58,37 @@ class EnginesSide:
     async def pause(self, mode: str) -> None:
         """Stop generating. Raises EnginesFailed."""
         await self._each(lambda e: e.pause(mode=mode, deadline_s=self._timeout_s))
+
+    async def sleep(self, epoch: int) -> dict[str, str]:
+        """Stop generating and give all device memory back, once no request holds any. Returns engines that are gone.
+
+        Raises UserError: an engine is not idle in time, or cannot sleep.
+        """
+        end = time.monotonic() + self._timeout_s
+
+        async def one(engine: EngineControl) -> None:
+            await engine.pause(mode="retract", deadline_s=self._timeout_s)
+            while True:
+                try:
+                    await engine.sleep(epoch=epoch, deadline_s=self._timeout_s)
+                    return
+                except (EngineLost, StaleEpoch):
+                    raise
+                except UserError as refusal:
+                    if time.monotonic() > end:
+                        raise UserError(f"{refusal} (waited {self._timeout_s:g} s for it to be idle)") from refusal
+                await asyncio.sleep(IDLE_POLL_S)
+
+        results = await asyncio.gather(*(one(e) for e in self.engines), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, EngineLost):
+                raise result
+        pairs = zip(self.engines, results, strict=True)
+        return {e.name: str(r) for e, r in pairs if isinstance(r, BaseException)}
+
+    async def wake(self, engines: Sequence[EngineControl], memory: Memory, epoch: int) -> dict[str, str]:
+        """Give engines that sleep a part of their memory. Returns the reasons of those that failed."""
+        return await self._outcome(engines, lambda e: e.wake(memory, epoch=epoch, deadline_s=self._timeout_s))
 
     async def receive(self, on_failure: Callable[[], None]) -> None:
         """Have all engines receive everything. Calls `on_failure` at the first error, and raises EnginesFailed."""
@@ -114,9 +149,11 @@ class EnginesSide:
             if resume and held.state == "serving":
                 await engine.resume(deadline_s=self._timeout_s)
 
+        unwilling = {}
         if self.prepared:
-            lost |= await self._outcome([e for e in self.engines if e.name not in lost], release)
-        return lost
+            unwilling = await self._outcome([e for e in self.engines if e.name not in lost], release)
+        self.gone = {*dead, *unwilling}
+        return lost | unwilling
 
     async def _drain(self) -> dict[str, str]:
         """Wait a little for calls under way; the engines that do not come out of them."""
