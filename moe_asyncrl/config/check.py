@@ -47,6 +47,8 @@ def check(r: Recipe) -> tuple[str, str] | None:
             f"with buffer.max_staleness {r.buffer.max_staleness} the trainer would starve; "
             f"at most {r.buffer.max_staleness + 1}",
         )
+    if r.engine.colocated and (problem := _colocated(r)) is not None:
+        return problem
     for place, sources in (("data.train", r.data.train), ("data.eval", r.data.eval), ("warmup.data", r.warmup.data)):
         problem = check_sources(sources) if isinstance(sources, tuple) else None
         if problem is not None:
@@ -56,5 +58,22 @@ def check(r: Recipe) -> tuple[str, str] | None:
             "trainer.timeout_s",
             f"{t.timeout_s:g} is less than twice weights.timeout_s ({r.weights.timeout_s:g}): the other ranks wait in "
             "one collective while the first one goes through several steps of an update",
+        )
+    return None
+
+
+def _colocated(r: Recipe) -> tuple[str, str] | None:
+    why = "with engine.colocated servers give back their memory before each step"
+    if r.weights.every != 1:
+        return "weights.every", f"{why}, and the weights in it: they need new ones after each; set 1"
+    if r.weights.interrupt != "retract":
+        return "weights.interrupt", f"{why}, and the KV cache in it: running requests compute it anew; set retract"
+    if r.weights.delta != "off":
+        return "weights.delta", f"{why}: they hold nothing that changes could be made to; set off"
+    if r.weights.transport not in ("shared_memory", "disk"):
+        return (
+            "weights.transport",
+            f"{r.weights.transport} joins trainer and servers in NCCL groups, which take one process a GPU; with "
+            "engine.colocated set shared_memory",
         )
     return None

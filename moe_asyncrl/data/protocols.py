@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from moe_asyncrl.data.weights import CopyOffer, Hold, Prepare, Progress
+from moe_asyncrl.data.weights import CopyOffer, Hold, Memory, Prepare, Progress
 
 
 class TensorMeta(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +103,14 @@ class EngineControl(Protocol):
 
     async def abandon(self, update: str, *, reason: str, deadline_s: float) -> Hold:
         """End the update: before its first byte the engine serves as before, later it is broken. Idempotent."""
+        ...
+
+    async def sleep(self, *, epoch: int, deadline_s: float) -> Hold:
+        """Give all device memory back, with the weights in it. It has to be paused, and no request may hold any."""
+        ...
+
+    async def wake(self, memory: Memory, *, epoch: int, deadline_s: float) -> Hold:
+        """Get memory back: of weights before an update, of the cache after its commit."""
         ...
 
     async def offer_copy(self, copy: str, *, group: str, bucket_bytes: int, deadline_s: float) -> CopyOffer:

@@ -107,6 +107,8 @@ class TrainRun:
     saver: Saver
     publish: Publish | None = None
     """None where there are no engines (supervised runs)."""
+    rest: Callable[[], None] | None = None
+    """Colocated: sends the engines to sleep before a step; collective. Raises `UserError`."""
     measure: Measure | None = None
     reference: Reference | None = None
     """What the KL is measured against; None where the recipe wants none."""
@@ -205,6 +207,8 @@ def reinforce(run: TrainRun, *, start: int) -> Ended:
         if groups is None:
             return _stopped(run, step)
         waited = time.perf_counter() - began
+        if run.rest is not None:
+            run.rest()
         with span(run.folder.events, f"trainer-{run.rank}", "step", step=step + 1):
             plan, done = policy_step(
                 r, run.state, run.client, groups, step=step + 1, lr=rate(r, step), reference=run.reference

@@ -201,8 +201,9 @@ def _go(
         supervised_loop(work, examples, start=start)
     else:
         work.reference = open_reference(recipe, folder, state.model, fresh=found is None)
-        publish, work.measure = _engines(folder, recipe, state, client, first, stop, resources)
+        publish, work.measure, rest = _engines(folder, recipe, state, client, first, stop, resources)
         work.publish = publish
+        work.rest = rest if recipe.engine.colocated else None
         publish(start)
         if found is None and recipe.warmup.steps > 0 and recipe.checkpoint.every > 0:
             save_once(work, start)  # a resume must not warm up again
@@ -249,8 +250,8 @@ def _engines(
     first: bool,
     stop: Callable[[], bool],
     resources: ExitStack,
-) -> tuple[Publish, Measure | None]:
-    """(publish, probe) on this rank."""
+) -> tuple[Publish, Measure | None, Callable[[], None]]:
+    """(publish, probe, rest) on this rank."""
     from moe_asyncrl.engine.client import EngineClient
     from moe_asyncrl.engine.copy_weights import copy_weights
     from moe_asyncrl.engine.keys import ensure_engine_key
@@ -297,14 +298,14 @@ def _engines(
     )
     resources.callback(publisher.close)
     if recipe.replay.probe_every == 0:
-        return publisher.publish, None
+        return publisher.publish, None, publisher.rest
     prompts: list[list[int]] = []
     if first:
         prompts = _probe_prompts(recipe, spec)
     probe = Probe(
         model, recipe, prompts=prompts, state=client.state if first else None, connect=connect if first else None
     )
-    return publisher.publish, probe.measure
+    return publisher.publish, probe.measure, publisher.rest
 
 
 def _probe_prompts(recipe: Recipe, spec: ModelSpec) -> list[list[int]]:

@@ -82,6 +82,10 @@ class Wait(Order, frozen=True, kw_only=True):
     """Nothing yet."""
 
 
+class Resting(Order, frozen=True, kw_only=True):
+    """Colocated: it is the trainer's turn."""
+
+
 class Done(Order, frozen=True, kw_only=True):
     """The update is committed."""
 
@@ -104,7 +108,7 @@ class SignAt(msgspec.Struct, frozen=True, kw_only=True):
     port: int
 
 
-AnyOrder = MakePlan | Connect | Announce | Open | Send | Settle | Drop | Wait | Done | Stopped | Failed
+AnyOrder = MakePlan | Connect | Announce | Open | Send | Settle | Drop | Wait | Resting | Done | Stopped | Failed
 
 
 class Ordered(msgspec.Struct, frozen=True):

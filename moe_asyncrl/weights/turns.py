@@ -48,11 +48,6 @@ class Turns:
             raise UserError(f"colocated: cannot {MEANING[move]} now: it is the turn of {SAYS[self.turn]}")
         self.turn = after
 
-    def check_training(self) -> None:
-        """Raises UserError unless the devices' memory is the trainer's."""
-        if self.turn != "trainer":
-            raise UserError(f"colocated: cannot train now: it is the turn of {SAYS[self.turn]}")
-
 
 SAYS: dict[Turn, str] = {
     "engines": "the engines, which generate",

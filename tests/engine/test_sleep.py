@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 
 import numpy as np
 import pytest
@@ -143,15 +143,6 @@ def test_turns_come_in_one_order(turn: Turn, move: Move) -> None:
         with pytest.raises(UserError, match=r"colocated: cannot .* now: it is the turn of"):
             turns.go(move)
         assert turns.turn == turn
-
-
-def test_training_has_its_turn() -> None:
-    turns = Turns()
-    check: Callable[[], None] = turns.check_training
-    with pytest.raises(UserError, match="cannot train now: it is the turn of the engines"):
-        check()
-    turns.go("rest")
-    check()
 
 
 def test_only_a_gpu_engine_that_shares_is_started_with_the_memory_saver() -> None:
