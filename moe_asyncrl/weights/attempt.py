@@ -35,7 +35,7 @@ from moe_asyncrl.weights.stop_sign import StopSign
 from moe_asyncrl.weights.stream_digest import manifest_digest
 from moe_asyncrl.weights.work import schedule, streams_to
 
-BLAME_S = 1.0
+BLAME_S = 3.0
 """How long a failed transfer waits for an engine's own account of it."""
 
 
@@ -157,7 +157,7 @@ class Attempt:
 
     def _run(self, held: Held, *, changes: bool, slices: bool) -> Sent:
         self._watch("survey")
-        holds = self._loop.call(self.engines.survey())
+        holds = self._loop.call(self.engines.survey(self._epoch))
         raise_if_any(self._wake(holds, "weights"))
         if self.transport == "direct" and (not slices or any(h.whole_only for h in holds.values())):
             self.transport = "broadcast"
@@ -291,7 +291,9 @@ class Attempt:
     def _transfer(self, orders: Mapping[str, Prepare]) -> dict[str, str]:
         """Senders send and engines receive, side by side. Returns each engine's manifest, as sent."""
         call_off = self._stop.put_up if self._stop is not None else (lambda update: None)
-        receiving: Future[None] = self._loop.submit(self.engines.receive(lambda: call_off(self.update)))
+        receiving: Future[None] = self._loop.submit(
+            self.engines.receive(lambda: call_off(self.update), self._channels.left_by)
+        )
         try:
             answers = self._command(Send(update=self.update, epoch=self._epoch, version=self._version))
         except BaseException:

@@ -69,6 +69,11 @@ class Channels:
         for name, members in left.items():
             self._loop.call(leave([e for e in engines if e in members], name))
 
+    async def left_by(self, engines: Sequence[EngineControl]) -> None:
+        """Have some engines leave their groups while others are still in them."""
+        for sender, name in list(self._names.items()):
+            await leave([e for e in engines if e in self._members[sender]], name)
+
     def close(self) -> None:
         """At the end, when every rank drops its groups by itself: have all engines leave."""
         self._left |= {name: self._members[sender] for sender, name in self._names.items()}

@@ -20,6 +20,8 @@ from moe_asyncrl.weights.group import GRACE_S
 AT_ONCE = 8
 """Messages in one call: between two calls an engine answers health probes."""
 IDLE_POLL_S = 0.05
+ALIKE_S = 0.5
+"""Between the first error of a transfer and those of other engines that got the same message."""
 
 Call = Callable[[EngineControl], Awaitable[object]]
 
@@ -40,12 +42,16 @@ class EnginesSide:
         self.gone: set[str] = set()
         """After `recover`: engines that are dead, hang or do not let go of the update."""
 
-    async def survey(self) -> dict[str, Hold]:
-        """What each engine holds, by name. Raises EnginesFailed."""
+    async def survey(self, epoch: int) -> dict[str, Hold]:
+        """What each engine holds, by name. Ends what a trainer before this one has left there. Raises EnginesFailed."""
         found: dict[str, Hold] = {}
 
         async def one(engine: EngineControl) -> None:
-            found[engine.name] = await engine.hold(deadline_s=self._timeout_s)
+            held = await engine.hold(deadline_s=self._timeout_s)
+            if held.update and held.epoch <= epoch:
+                reason = "its trainer is gone, another one begins"
+                held = await engine.abandon(held.update, reason=reason, deadline_s=self._timeout_s)
+            found[engine.name] = held
 
         await self._each(one)
         return found
@@ -90,8 +96,13 @@ class EnginesSide:
         """Give engines that sleep a part of their memory. Returns the reasons of those that failed."""
         return await self._outcome(engines, lambda e: e.wake(memory, epoch=epoch, deadline_s=self._timeout_s))
 
-    async def receive(self, on_failure: Callable[[], None]) -> None:
-        """Have all engines receive everything. Calls `on_failure` at the first error, and raises EnginesFailed."""
+    async def receive(
+        self, on_failure: Callable[[], None], leave: Callable[[Sequence[EngineControl]], Awaitable[None]]
+    ) -> None:
+        """Have all engines receive everything. Calls `on_failure` at the first error, and raises EnginesFailed.
+
+        Before that, the engines that failed `leave`: those that pass messages on to them hang until they do.
+        """
 
         async def one(engine: EngineControl) -> None:
             left = 1
@@ -102,9 +113,12 @@ class EnginesSide:
 
         self._replies = {e.name: asyncio.create_task(one(e)) for e in self.engines}
         await asyncio.wait(self._replies.values(), return_when=asyncio.FIRST_EXCEPTION)
-        failed = {name: str(error) or repr(error) for name, error in self._reply_errors().items()}
-        if failed:
+        if self._reply_errors():
             on_failure()
+            # Where it is the message that is wrong, the others say the same, and none of them is at fault.
+            await asyncio.wait(self._replies.values(), timeout=ALIKE_S)
+            failed = {name: str(error) or repr(error) for name, error in self._reply_errors().items()}
+            await leave([e for e in self.engines if e.name in failed])
             raise EnginesFailed(failed)
 
     async def finish(self, manifests: Mapping[str, str]) -> None:

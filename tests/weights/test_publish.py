@@ -25,6 +25,7 @@ from tests.weights.support import member
 
 EP2_PP2 = Layout(ep=2, pp=2, dp=2)
 TP2_EP2 = Layout(tp=2, ep=2, dp=2)
+ETP2_EP2 = Layout(tp=2, ep=2, etp=2, dp=2)
 VPP2 = Layout(pp=2, vpp=2, dp=2, ep=2)
 TWO_RANKS = Key("qwen3_moe", 2, 2, 0)
 TOLERANCE = 1e-5
@@ -111,7 +112,8 @@ CASES = {
     "direct": (TP2_EP2, {"transport": "direct", "delta": "auto"}, 1 << 18),
     # Fused tensors are larger than such a bucket (fault 12).
     "shared_memory": (VPP2, {"transport": "shared_memory", "delta": "auto", "roots_per_stage": 1}, 1 << 14),
-    "disk": (TP2_EP2, {"transport": "disk", "depth": 3}, 1 << 16),
+    # Each expert is cut over two ranks (fault 17).
+    "disk": (ETP2_EP2, {"transport": "disk", "depth": 3}, 1 << 16),
 }
 
 
@@ -136,7 +138,8 @@ def test_every_update_equals_transformers_on_the_exported_weights(
         reports = trainer("publish", version=version)
         expected = tuple(sorted(one.name for one in engines_two))
         assert all(r["engines"] == expected and r["lost"] == {} for r in reports), reports
-        assert reports[0]["transport"] == transport and reports[0]["buckets"] > 4
+        assert reports[0]["transport"] == transport
+        assert reports[0]["buckets"] > 4 or reports[0]["delta"]
         assert reports[0]["delta"] == (change == "nudge" and "delta" in weights), reports[0]
         trainer("export", out=str(tmp_path / f"v{version}"))
         old, reference = reference, Reference(tmp_path / f"v{version}")

@@ -125,6 +125,8 @@ class GroupSource:
         if self._order.transport == "broadcast":
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
+            # Longer than our own wait: so the group can be dropped, which waits for what is under way, in bounded time.
+            options.timeout = timedelta(seconds=self._order.wait_s + 1)
             return group.broadcast([buffer], options)
         return group.recv([buffer], self._peer, entry.number)
 
