@@ -15,7 +15,6 @@ import aiohttp
 import msgspec
 
 from moe_asyncrl.data.messages import Member
-from moe_asyncrl.data.protocols import TensorMeta
 from moe_asyncrl.engine.completion import Completion, GenerateRequest, RoutingShape, parse_replies, request_body
 from moe_asyncrl.engine.errors import EngineRefused, EngineTimeout, EngineUnreachable, MalformedReply
 from moe_asyncrl.engine.weight_calls import WeightCalls
@@ -201,37 +200,6 @@ class EngineClient(WeightCalls):
     async def resume(self, *, deadline_s: float) -> None:
         """Go on generating."""
         await self._post("/continue_generation", {}, deadline_s, "resume")
-
-    async def begin_update(self, *, deadline_s: float) -> None:
-        """Open an update session. Outside one the engine refuses every bucket."""
-        await self._post("/begin_weight_update", {}, deadline_s, "opening of a weight update")
-
-    async def receive_bucket(
-        self, tensors: Sequence[TensorMeta], *, group: str, version: int | None, deadline_s: float
-    ) -> None:
-        """Receive one broadcast of the tensors back to back as bytes, and load them.
-
-        `version` is set on the last one.
-        """
-        body: dict[str, Any] = {
-            "names": [t.name for t in tensors],
-            "dtypes": [t.dtype for t in tensors],
-            "shapes": [list(t.shape) for t in tensors],
-            "group_name": group,
-            "load_format": "flattened_bucket",
-            # With requests running a flush fails, and the reply then says failure although the weights were loaded.
-            "flush_cache": False,
-        }
-        if version is not None:
-            body["weight_version"] = str(version)
-        first = tensors[0].name if tensors else "nothing"
-        await self._post(
-            "/update_weights_from_distributed", body, deadline_s, f"a bucket of {len(tensors)} tensors from {first}"
-        )
-
-    async def end_update(self, *, deadline_s: float) -> None:
-        """Close the session: finalise the weights once."""
-        await self._post("/end_weight_update", {}, deadline_s, "end of a weight update")
 
     async def set_version(self, version: int, *, deadline_s: float) -> None:
         """Name the weights that are loaded. Running requests go on."""

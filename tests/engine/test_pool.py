@@ -269,12 +269,16 @@ def test_control_calls_name_the_engine_and_the_wait() -> None:
         return web.json_response({"success": False, "message": "it did not work"})
 
     async def go() -> None:
-        handlers = {"end_weight_update": refuse, "begin_weight_update": says_no, "pause_generation": silent}
+        handlers = {
+            "update_weight_version": refuse,
+            "destroy_weights_update_group": says_no,
+            "pause_generation": silent,
+        }
         async with imitation(**handlers, model_info=garbage) as url, EngineClient(url, name="engine-4") as client:
-            with pytest.raises(EngineRefused, match=r"^engine-4: end of a weight update.*no session is open"):
-                await client.end_update(deadline_s=5)
-            with pytest.raises(EngineRefused, match=r"^engine-4: opening of a weight update failed: it did not work"):
-                await client.begin_update(deadline_s=5)
+            with pytest.raises(EngineRefused, match=r"^engine-4: naming of version 3.*no session is open"):
+                await client.set_version(3, deadline_s=5)
+            with pytest.raises(EngineRefused, match=r"^engine-4: leaving update group g failed: it did not work"):
+                await client.leave_group(group="g", deadline_s=5)
             with pytest.raises(EngineTimeout, match=r"^engine-4: waited 0\.2 s for pause \(in_place\)"):
                 await client.pause(mode="in_place", deadline_s=0.2)
             with pytest.raises(MalformedReply, match=r"^engine-4: the reply to /model_info"):

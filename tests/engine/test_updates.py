@@ -10,15 +10,11 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from moe_asyncrl.data.protocols import EngineControl, TensorMeta
 from moe_asyncrl.data.trajectory import SamplingParams
 from moe_asyncrl.engine.client import EngineClient
 from moe_asyncrl.engine.completion import Completion, GenerateRequest
 from moe_asyncrl.engine.errors import EngineRefused, EngineTimeout
-from tests.engine.sender import Group
 from tests.engines.fixtures import EngineHouse, TestEngine
 from tests.engines.models import Reference, make_model
 
@@ -198,54 +194,9 @@ def test_refusals_carry_the_engines_reason(fresh: TestEngine) -> None:
     async def body(client: EngineClient) -> Completion:
         with pytest.raises(EngineRefused, match="context length"):
             await client.generate([request(4, prompt=[5] * 2000)], deadline_s=60)
-        with pytest.raises(EngineRefused, match="bucket of 1 tensors"):
-            meta = TensorMeta(name="lm_head.weight", dtype="float32", shape=(512, 64))
-            await client.receive_bucket([meta], group="none", version=None, deadline_s=20)
         with pytest.raises(EngineRefused, match="does-not-exist"):
             await client.load_weights("does-not-exist", 1, flush=False, deadline_s=60)
         return (await client.generate([request(4)], deadline_s=60))[0]
 
     done = run(fresh, body)
     assert deviation(fresh.reference, request(1), done).max() <= TOLERANCE
-
-
-def test_buckets_through_a_process_group(engine: Callable[..., TestEngine], other: Reference) -> None:
-    """The calls of EngineControl on an engine of two ranks, with a request running."""
-    target = engine(tp=2, ep=2)
-    target.reset()
-    weights = {k: v.contiguous() for k, v in load_file(other.path / "model.safetensors").items()}
-    names = sorted(weights)
-
-    async def body(client: EngineClient) -> Completion:
-        control: EngineControl = client
-        group = await Group.form([client])
-        before = await client.checksum(deadline_s=60)
-        running = asyncio.create_task(client.generate([request(300)], deadline_s=240))
-        await asyncio.sleep(0.3)
-        await control.pause(mode="in_place", deadline_s=60)
-        await control.begin_update(deadline_s=60)
-        half = len(names) // 2
-        for part, version in ((names[:half], None), (names[half:], 12)):
-            metas = [
-                TensorMeta(name=n, dtype=str(weights[n].dtype).removeprefix("torch."), shape=tuple(weights[n].shape))
-                for n in part
-            ]
-            flat = torch.cat([weights[n].flatten().view(torch.uint8) for n in part])
-            sent = group.broadcast(flat)
-            await control.receive_bucket(metas, group=group.name, version=version, deadline_s=120)
-            sent.wait()
-        await control.end_update(deadline_s=60)
-        await control.resume(deadline_s=60)
-        (through,) = await running
-        assert set(through.versions.tolist()) == {-1, 12}
-        assert await control.serving_version(deadline_s=60) == 12
-        assert await client.checksum(deadline_s=60) != before
-        (done,) = await client.generate([request(8, version=12)], deadline_s=60)
-        await control.leave_group(group=group.name, deadline_s=20)
-        group.drop()
-        return done
-
-    done = run(target, body)
-    assert deviation(other, request(8), done).max() <= TOLERANCE
-    assert deviation(target.reference, request(8), done).max() >= 100 * TOLERANCE
-    target.reset()
