@@ -27,12 +27,14 @@ from moe_asyncrl.data.trajectory import (
     TeacherTopK,
     Trajectory,
 )
-from moe_asyncrl.data.validate import ContractViolation
+from moe_asyncrl.data.validate import ContractViolation, covers
 
 Frame = bytes | memoryview
 Blocks = Sequence[tuple[int, int]]
 """MoE layers [start, end) that are checked together, in order, all of them."""
 
+MOST = 1 << 40
+"""Elements that the shape of a frame may speak of, an empty side counted as one: what NumPy can always make."""
 ROUTING = "routing.experts"
 """The field of the routing rows."""
 FIELDS: dict[str, tuple[str, ...]] = {
@@ -147,12 +149,10 @@ def encode(
         little = np.ascontiguousarray(own, dtype=own.dtype.newbyteorder("<"))
         specs.append(FrameSpec(field, little.dtype.str, tuple(little.shape)))
         frames.append(little.reshape(-1).view(np.uint8).data)
-    versions = t.weight_version[t.loss_mask]
     bound: tuple[RoutingBlock, ...] = ()
     if t.routing_experts is not None:
         columns = digests_of(t.routing_experts, t.tokens, blocks or ((0, t.routing_experts.shape[1]),))
         bound = tuple(RoutingBlock(a, b, block_digest(c)) for (a, b), c in columns.items())
-    other = other_version(t.routing_runs, t.loss_mask, t.weight_version)
     masked = mask_digest(t.sampling_mask)
     header = TrajectoryHeader(
         schema=SCHEMA,
@@ -160,12 +160,8 @@ def encode(
         policy=t.policy,
         segments=t.segments,
         length=t.length,
-        sampled=int(t.loss_mask.sum()),
-        oldest_version=int(versions.min()) if versions.size else -1,
-        newest_version=int(versions.max()) if versions.size else -1,
         routing_runs=t.routing_runs,
-        other_version_rows=int(other.sum()),
-        other_version_sampled=int((other & t.loss_mask[1:]).sum()),
+        **counts_of(t.routing_runs, t.loss_mask, t.weight_version),
         routing_blocks=bound,
         shared_rows=shared,
         mask_digest=masked,
@@ -177,6 +173,21 @@ def encode(
         frames=tuple(specs),
     )
     return header, frames
+
+
+def counts_of(
+    runs: Sequence[RoutingRun], loss_mask: npt.NDArray[np.bool_], weight_version: npt.NDArray[np.int32]
+) -> dict[str, int]:
+    """What a header counts of its arrays [T], by field."""
+    versions = weight_version[loss_mask]
+    other = other_version(runs, loss_mask, weight_version)
+    return {
+        "sampled": int(loss_mask.sum()),
+        "oldest_version": int(versions.min()) if versions.size else -1,
+        "newest_version": int(versions.max()) if versions.size else -1,
+        "other_version_rows": int(other.sum()),
+        "other_version_sampled": int((other & loss_mask[1:]).sum()),
+    }
 
 
 def digests_of(
@@ -203,7 +214,7 @@ def check_header(h: TrajectoryHeader) -> None:
     for spec in h.frames:
         if spec.field not in FIELDS or spec.dtype not in FIELDS[spec.field] or spec.field in seen:
             raise ContractViolation(f"trajectory {name}: frame {spec.field!r} of type {spec.dtype!r} is not allowed")
-        if any(n < 0 for n in spec.shape):
+        if len(spec.shape) > 3 or any(n < 0 for n in spec.shape) or math.prod(max(1, n) for n in spec.shape) > MOST:
             raise ContractViolation(f"trajectory {name}: frame {spec.field!r} has the shape {spec.shape}")
         seen.add(spec.field)
     missing = {"tokens", "loss_mask", "logprobs", "weight_version"} - seen
@@ -267,6 +278,24 @@ def decode(h: TrajectoryHeader, frames: Iterable[Frame]) -> Trajectory:
     return assemble(h, decode_arrays(h, frames))
 
 
+def check_counts(h: TrajectoryHeader, a: Mapping[str, np.ndarray]) -> None:
+    """Raise `ContractViolation` unless what the header says of lengths, tokens and versions is so.
+
+    The trainer plans by headers alone: a wrong count would give all tokens of an update wrong weights.
+    """
+    name = h.identity.trajectory
+    for field in ("tokens", "loss_mask", "logprobs", "weight_version"):
+        if h.length < 1 or a[field].shape != (h.length,):
+            raise ContractViolation(f"trajectory {name}: {field} {list(a[field].shape)} for {h.length} tokens")
+    if ROUTING in a and not covers(h.routing_runs, h.length - 1):
+        raise ContractViolation(f"trajectory {name}: routing.runs do not cover rows 0 to {h.length - 1} once, in order")
+    for field, count in counts_of(h.routing_runs, a["loss_mask"], a["weight_version"]).items():
+        if getattr(h, field) != count:
+            raise ContractViolation(
+                f"trajectory {name}: its header says {field} {getattr(h, field)}, by its arrays it is {count}"
+            )
+
+
 def check_root(h: TrajectoryHeader, tokens: npt.NDArray[np.int32]) -> None:
     """Raise `ContractViolation` unless the header's blocks of rows and its mask are those of these tokens."""
     if root_digest(tokens, rows=_kind(h.frames), blocks=h.routing_blocks, mask=h.mask_digest) != h.digest:
@@ -290,8 +319,10 @@ def check_binding(
 ) -> tuple[SamplingMask | None, dict[tuple[int, int], npt.NDArray[np.uint32]]]:
     """The sampling mask, and the digests of the rows block by block, from all arrays of a trajectory.
 
-    Raises `ContractViolation` if the mask or one of the rows is not that of these tokens.
+    Raises `ContractViolation` if the mask or one of the rows is not that of these tokens, or a count of the header is
+    not that of its arrays.
     """
+    check_counts(h, a)
     check_root(h, a["tokens"])
     experts, columns = a.get(ROUTING), {}
     if experts is not None:

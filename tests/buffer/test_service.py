@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -273,9 +274,9 @@ def test_a_group_without_a_sampled_token_counts_as_failed() -> None:
     to = service()
     begun(to)
     (ticket,) = tickets(to, 1)
-    headers, frames = packed(group(ticket.index))
-    empty = tuple(msgspec.structs.replace(h, sampled=0, oldest_version=-1) for h in headers)
-    reply = Ask(to, "rollout-0")(m.PutGroup, frames, ticket=ticket, headers=empty, failed=0, epoch=ticket.epoch)
+    nothing = {"loss_mask": np.zeros(12, dtype=bool), "weight_version": np.full(12, -1, dtype=np.int32)}
+    headers, frames = packed([dataclasses.replace(t, **nothing) for t in group(ticket.index)])  # type: ignore[arg-type]
+    reply = Ask(to, "rollout-0")(m.PutGroup, frames, ticket=ticket, headers=headers, failed=0, epoch=ticket.epoch)
     assert not reply.held
     assert to.ledger.counters.failed == 2
 

@@ -102,12 +102,32 @@ def test_an_element_type_that_the_contract_does_not_have_is_refused(dtype: str) 
         decode(msgspec.structs.replace(header, frames=specs), frames)
 
 
-@pytest.mark.parametrize("shape", [(-3,), (-1, -12)])
-def test_a_negative_shape_is_refused(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(-3,), (-1, -12), (0, 1 << 62), (0, 1 << 30, 1 << 30), (1, 1, 1, 12)])
+def test_a_shape_that_no_array_has_is_refused(shape: tuple[int, ...]) -> None:
     header, frames = encode(trajectory())
     specs = (FrameSpec("tokens", "<i4", shape), *header.frames[1:])
     with pytest.raises(ContractViolation, match="has the shape"):
         decode(msgspec.structs.replace(header, frames=specs), frames)
+
+
+@pytest.mark.parametrize(
+    "field", ["sampled", "oldest_version", "newest_version", "other_version_rows", "other_version_sampled"]
+)
+def test_a_count_that_is_not_that_of_the_arrays_is_refused(field: str) -> None:
+    """The trainer weighs tokens and picks trajectories by the header alone."""
+    header, frames = encode(trajectory(version=3))
+    wrong = getattr(header, field) + 1
+    with pytest.raises(ContractViolation, match=f"trajectory 0.0.0: its header says {field} {wrong}"):
+        decode(msgspec.structs.replace(header, **{field: wrong}), frames)
+
+
+def test_a_length_or_runs_of_other_arrays_are_refused() -> None:
+    header, frames = encode(trajectory(layers=0))
+    with pytest.raises(ContractViolation, match=r"tokens \[12\] for 13 tokens"):
+        decode(msgspec.structs.replace(header, length=13), frames)
+    header, frames = encode(trajectory())
+    with pytest.raises(ContractViolation, match=r"routing.runs do not cover rows 0 to 11 once"):
+        decode(msgspec.structs.replace(header, routing_runs=()), frames)
 
 
 def test_an_unknown_or_doubled_field_is_refused() -> None:
