@@ -93,8 +93,8 @@ class Completion:
     versions: npt.NDArray[np.int32]
     """int32 [n]: the weights that sampled each token, by the engine's own spans; -1: its first, uncommitted weights"""
     experts: npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | None
-    """[P + n - 1 - rows_from, L, K] logical expert ids in the engine's order; None if not asked for, or if nothing was
-    sampled"""
+    """[P + n - 1 - rows_from, L, K] logical expert ids in the engine's order; None if not asked for, if nothing was
+    sampled, or for what was aborted while it waited"""
     rows_from: int = 0
     """The first of these rows"""
     row_runs: tuple[RoutingRun, ...] | None = None
@@ -129,12 +129,11 @@ class _Finish(msgspec.Struct):
 class _Meta(msgspec.Struct):
     id: str
     finish_reason: _Finish
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    num_retractions: int
-    weight_versions: list[_Span]
     output_token_logprobs: list[tuple[float, int, str | None]]
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    num_retractions: int | None = None
+    weight_versions: list[_Span] | None = None
     routed_experts: str | None = None
     output_token_sampling_mask: list[list[int]] | None = None
     output_token_sampling_logprobs: list[float] | None = None
@@ -143,6 +142,14 @@ class _Meta(msgspec.Struct):
 class _Reply(msgspec.Struct):
     output_ids: list[int]
     meta_info: _Meta
+
+
+def _waited(meta: _Meta) -> bool:
+    """Whether this is the short reply for a request that was aborted while it waited: new, or after a retraction.
+
+    SGLang then has the sampled tokens and their versions alone. Their rows are made by the resubmission.
+    """
+    return meta.finish_reason.type == "abort" and meta.prompt_tokens is None and meta.num_retractions is None
 
 
 _DECODER = msgspec.json.Decoder(list[_Reply])
@@ -230,8 +237,20 @@ def _completion(
     where = f"{engine}: request {request.rid}"
     if meta.id != request.rid:
         raise MalformedReply(f"{where}: the reply is for {meta.id}")
-    if meta.prompt_tokens != len(request.input_ids):
-        raise MalformedReply(f"{where}: {meta.prompt_tokens} prompt tokens, {len(request.input_ids)} were sent")
+    prompt, waited = len(request.input_ids), _waited(meta)
+    if waited:
+        meta = msgspec.structs.replace(
+            meta, prompt_tokens=prompt, cached_tokens=0, num_retractions=int(n > 0), routed_experts=None
+        )
+        if mask or meta.weight_versions is None:  # the kept ids are lost, and without them the tokens
+            n, reply = 0, _Reply([], meta)
+            meta.output_token_logprobs, meta.weight_versions = [], []
+    for field in ("prompt_tokens", "cached_tokens", "num_retractions", "weight_versions"):
+        if getattr(meta, field) is None:
+            raise MalformedReply(f"{where}: the reply has no {field}")
+    assert meta.cached_tokens is not None and meta.num_retractions is not None and meta.weight_versions is not None
+    if meta.prompt_tokens != prompt:
+        raise MalformedReply(f"{where}: {meta.prompt_tokens} prompt tokens, {prompt} were sent")
     ids = np.array(reply.output_ids, dtype=np.int32)
     pairs = meta.output_token_logprobs
     if [p[1] for p in pairs] != reply.output_ids:
@@ -242,8 +261,8 @@ def _completion(
     if not np.isfinite(logprobs).all():
         raise MalformedReply(f"{where}: a log-probability is not finite")
     experts, runs = None, None
-    if routing is not None and n:
-        found = decode_experts(meta.routed_experts, meta.prompt_tokens + n - 1, routing, where, start=start)
+    if routing is not None and n and not waited:
+        found = decode_experts(meta.routed_experts, prompt + n - 1, routing, where, start=start)
         first = request.rows_from - start
         experts = found.experts[first:]
         runs = None if found.runs is None else clipped(found.runs, request.rows_from)
@@ -252,7 +271,7 @@ def _completion(
         rid=request.rid,
         engine=engine,
         asked_version=request.version,
-        prompt_tokens=meta.prompt_tokens,
+        prompt_tokens=prompt,
         output_ids=ids,
         logprobs=logprobs,
         versions=versions_of([(s.version, s.start, s.end) for s in meta.weight_versions], n, where),

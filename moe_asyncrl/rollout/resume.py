@@ -1,7 +1,8 @@
 """A completion that an engine cut off goes on: what was sampled is kept and sent again as part of the prompt. Pure.
 
 Every token keeps the log-probability, the version, the kept ids and the routing row that were recorded when it was
-sampled, though the second request reads it again, maybe with other weights.
+sampled, though the second request reads it again, maybe with other weights. A part that was aborted while it waited for
+its turn after a retraction has tokens without rows: the next request brings them, marked as what they are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from moe_asyncrl.data.digest import Experts
 from moe_asyncrl.data.trajectory import SamplingMask
 from moe_asyncrl.engine.completion import Completion, GenerateRequest
 from moe_asyncrl.replay.log import Reading, RoutingLog
@@ -63,7 +65,11 @@ def joined(request: GenerateRequest, first: Completion, second: Completion) -> C
         raise ValueError(f"{second.rid} read {second.prompt_tokens} tokens, {first.rid} ended after {len(so_far)}")
     experts, runs = first.experts, first.row_runs
     if len(second.output_ids) and first.experts is not None:
-        log = RoutingLog.of(reading_of(prompt, first)).extended(reading_of(so_far, second))
+        rest = _without_rows(so_far, second, first.experts) if second.experts is None else reading_of(so_far, second)
+        log = RoutingLog.of(reading_of(prompt, first)).extended(rest)
+        experts, runs = log.experts, log.runs
+    elif second.experts is not None:  # the first part waited when it was aborted: all rows are of the second reading
+        log = RoutingLog.of(reading_of(so_far, second))
         experts, runs = log.experts, log.runs
     return dataclasses.replace(
         first,
@@ -80,6 +86,12 @@ def joined(request: GenerateRequest, first: Completion, second: Completion) -> C
         retractions=first.retractions + second.retractions,
         finished=second.finished,
     )
+
+
+def _without_rows(prompt: npt.NDArray[np.int32], done: Completion, like: Experts) -> Reading:
+    """Of a request that waited, after a retraction, when it was aborted: tokens, and no row of them."""
+    tokens = np.concatenate((prompt, done.output_ids), dtype=np.int32)
+    return Reading(tokens, done.rows_from, like[:0], ())
 
 
 def _arrays(parts: Sequence[npt.NDArray[np.float32] | None]) -> npt.NDArray[np.float32] | None:

@@ -171,3 +171,41 @@ def test_requests_that_cannot_be_meant_are_refused() -> None:
     empty = GenerateRequest(rid="y", input_ids=[], sampling=SamplingParams(temperature=1.0), version=0)
     with pytest.raises(ValueError, match="y: empty prompt"):
         request_body([empty], experts=False, mask=False)
+
+
+WAITED: dict[str, Any] = {
+    "output_ids": [11, 12],
+    "meta_info": {
+        "id": "r",
+        "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
+        "weight_version": "9",
+        "weight_versions": [{"version": "5", "start": 0, "end": 2}],
+        "output_token_logprobs": [[-0.5, 11, None], [-1.5, 12, None]],
+        "completion_tokens": 2,
+    },
+}
+
+
+def test_a_request_aborted_while_it_waits_keeps_its_tokens_and_does_not_fail_its_list() -> None:
+    """What SGLang 0.5 answers from its waiting queue: neither rows nor masks nor counts."""
+    done = parse(WAITED, mask=False)
+    assert (done.finish_reason, done.prompt_tokens, done.retractions) == ("abort", 4, 1)
+    assert done.output_ids.tolist() == [11, 12] and done.versions.tolist() == [5, 5] and done.experts is None
+    # Tokens whose masks are lost cannot be trained on: they are sampled anew.
+    done = parse(WAITED, mask=True)
+    assert len(done.output_ids) == len(done.logprobs) == len(done.versions) == 0 and done.mask is not None
+    never = copy.deepcopy(WAITED)
+    never["output_ids"], never["meta_info"]["output_token_logprobs"] = [], []
+    del never["meta_info"]["weight_versions"]
+    done = parse(never, mask=False)
+    assert (len(done.output_ids), done.retractions, done.experts) == (0, 0, None)
+    # Planted: a reply that is cut short in any other way is still refused.
+    for reason in ("length", "stop"):
+        other = copy.deepcopy(WAITED)
+        other["meta_info"]["finish_reason"]["type"] = reason
+        with pytest.raises(MalformedReply, match="request r: the reply has no prompt_tokens"):
+            parse(other, mask=False)
+    other = copy.deepcopy(WAITED)
+    other["meta_info"] |= {"prompt_tokens": 4, "num_retractions": 1, "cached_tokens": 0}
+    with pytest.raises(MalformedReply, match="no routed_experts"):
+        parse(other, mask=False)

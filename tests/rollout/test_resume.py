@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moe_asyncrl.data.trajectory import RoutingRun, SamplingMask, SamplingParams
 from moe_asyncrl.data.validate import validate
+from moe_asyncrl.data.wire import encode
 from moe_asyncrl.engine.completion import Completion, GenerateRequest
 from moe_asyncrl.rollout.resume import continuation, joined, may_go_on
 from tests.rollout.test_assemble import completion, make, runs
@@ -67,6 +68,47 @@ def test_what_each_token_has_is_joined() -> None:
     np.testing.assert_array_equal(done.logprobs, [*first.logprobs, *second.logprobs])
     np.testing.assert_array_equal(done.support_logprobs, [*first.logprobs / 2, *second.logprobs / 2])
     assert (done.rid, done.prompt_tokens, done.finish_reason, done.cached_tokens) == ("r", 4, "stop", 0)
+
+    nothing = dataclasses.replace(masked(completion(7, [], rows=0, finish_reason="abort")), experts=None)
+    again = joined(REQUEST, first, nothing)
+    assert again.mask is not None and again.mask.indptr.tolist() == [0, 2, 4, 6] and may_go_on(REQUEST, again)
+    np.testing.assert_array_equal(again.support_logprobs, first.support_logprobs)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_rows_of_a_part_that_waited_come_with_the_next_one(told: bool) -> None:
+    """A retracted request that is aborted while it waits has no rows; its tokens are other weights' than its rows."""
+    first = dataclasses.replace(cut(3, 5), experts=None)
+    asked = continuation(REQUEST, first, 1)
+    assert asked.rows_from == 0
+    second = rest_of(asked, 2, 6, asked_version=6)
+    assert second.experts is not None
+    if told:
+        said = (
+            RoutingRun(start=0, end=7, version=6, source="prefilled"),
+            RoutingRun(start=7, end=8, version=6, source="sampled"),
+        )
+        second = dataclasses.replace(second, row_runs=said)
+    t = make(joined(REQUEST, first, second))
+    assert runs(t) == [(0, 7, 6, "prefilled"), (7, 8, 6, "sampled")]
+    np.testing.assert_array_equal(t.routing_experts, second.experts)
+    assert encode(t)[0].other_version_sampled == 3, "the first part's tokens were not routed by these rows"
+
+
+def test_a_second_part_that_waited_leaves_its_rows_to_the_third() -> None:
+    first = cut(3, 5)
+    second = dataclasses.replace(rest_of(continuation(REQUEST, first, 1), 2, 5, finish_reason="abort"), experts=None)
+    both = joined(REQUEST, first, second)
+    assert both.row_runs == (
+        RoutingRun(start=0, end=4, version=5, source="prefilled"),
+        RoutingRun(start=4, end=6, version=5, source="sampled"),
+        RoutingRun(start=6, end=8, version=-1, source="missing"),
+    )
+    asked = continuation(REQUEST, both, 2)
+    assert asked.rows_from == 6
+    t = make(joined(REQUEST, both, rest_of(asked, 1, 6, asked_version=6)))
+    assert runs(t) == [(0, 4, 5, "prefilled"), (4, 6, 5, "sampled"), (6, 9, 6, "prefilled")]
+    assert encode(t)[0].other_version_sampled == 2
 
 
 @settings(max_examples=50, deadline=None)
