@@ -369,6 +369,7 @@ def _policy_fields(step: int, plan: BatchPlan, done: StepMetrics) -> dict[str, A
         "reward_std": plan.reward_std,
         "uniform_groups": plan.uniform_groups,
         "unscored": plan.unscored,
+        "dropped_other_version": plan.dropped,
         "staleness_mean": sum(staleness) / len(staleness) if staleness else None,
         "staleness_max": max(staleness, default=None),
         "staleness_histogram": [staleness.count(lag) for lag in range(max(staleness, default=-1) + 1)],

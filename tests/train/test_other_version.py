@@ -16,6 +16,8 @@ from moe_asyncrl.data.wire import arrays_of, encode
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.replay.rows import coverage
 from moe_asyncrl.train.fetch import sample_from
+from moe_asyncrl.train.loop import _policy_fields
+from moe_asyncrl.train.metrics import StepMetrics
 from moe_asyncrl.train.plan import OtherVersion, plan_batch
 from tests.data.samples import trajectory
 
@@ -63,6 +65,10 @@ def test_the_plan_does_what_the_recipe_says(policy: OtherVersion, names: list[st
     expected = token_weights(torch.tensor(counts), Algorithm().aggregation).tolist()
     assert update.weights == pytest.approx(expected)
     assert plan.dropped == (policy == "drop")
+    figures = StepMetrics(
+        loss=0.0, grad_norm=0.0, lr=0.0, tokens=0, sequences=0, positions=0, padding=0.0, micro_batches=1, seconds=1.0
+    )
+    assert _policy_fields(5, plan, figures)["dropped_other_version"] == plan.dropped
 
 
 @pytest.mark.parametrize("mask_other", [False, True])
