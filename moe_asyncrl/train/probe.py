@@ -1,7 +1,8 @@
 """The trainer-sampler KL with routing replayed and live, on tokens that the trainer's current weights sampled.
 
 Measured right after a commit, while no newer weights exist: the first rank has the engine answer a fixed set of
-prompts, then all ranks score the answers twice. An answer with a token of any other version is left out.
+prompts, then all ranks score the answers twice. An answer with a token of any other version, or without the routing
+rows of a model that routes, is left out.
 """
 
 from __future__ import annotations
@@ -186,7 +187,10 @@ class Probe:
         whole = [
             (r, c)
             for r, c in zip(requests, done, strict=True)
-            if len(c.output_ids) and bool((c.versions == version).all())
+            if len(c.output_ids)
+            and bool((c.versions == version).all())
+            # What was aborted while it waited has no rows.
+            and (c.experts is not None or self._model.router_shape is None)
         ]
         return _Answers(answers=tuple(_answer(r, c) for r, c in whole))
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_asyncrl.data.digest import row_digests
 from moe_asyncrl.data.trajectory import SCHEMA, SamplingMask, Trajectory
 from moe_asyncrl.data.validate import ContractViolation, validate
 from moe_asyncrl.data.wire import FIELDS, FrameSpec, TrajectoryHeader, arrays_of, decode, decode_arrays, encode
@@ -174,6 +175,20 @@ def test_rows_that_moved_are_caught_by_the_digest(move: Callable[[Trajectory], T
     moved_header, moved_frames = encode(move(t))
     with pytest.raises(ContractViolation, match="do not belong to these tokens"):
         decode(msgspec.structs.replace(moved_header, digest=header.digest), moved_frames)
+
+
+def test_a_row_digest_binds_experts_token_row_and_layer() -> None:
+    """Each alone: two rows may hold the same experts, and only what stands around them tells them apart."""
+    experts = np.tile(np.arange(8, dtype=np.uint8).reshape(1, 2, 4), (4, 1, 1))
+    tokens, rows = np.full(4, 7, dtype=np.int32), np.full(4, 3)
+    plain = row_digests(experts, tokens, rows, first_layer=0)
+    assert len(set(plain.tolist())) == 1
+    assert len(set(row_digests(experts, tokens, np.arange(4), first_layer=0).tolist())) == 4
+    assert len(set(row_digests(experts, np.arange(4, dtype=np.int32), rows, first_layer=0).tolist())) == 4
+    assert row_digests(experts, tokens, rows, first_layer=1)[0] != plain[0]
+    assert row_digests(experts[:, :, ::-1], tokens, rows, first_layer=0)[0] != plain[0]
+    # Layers one by one or together: another block, another digest.
+    assert row_digests(experts[:, :1], tokens, rows, first_layer=0)[0] != plain[0]
 
 
 def test_rows_of_another_trajectory_are_caught_by_the_digest() -> None:
