@@ -22,8 +22,8 @@ from moe_asyncrl.rollout.assemble import row_runs
 
 
 def may_go_on(request: GenerateRequest, done: Completion) -> bool:
-    """True for a completion that was aborted after its first token and before its last."""
-    return done.finish_reason == "abort" and 0 < len(done.output_ids) < request.sampling.max_new_tokens
+    """True for a completion that was aborted before its last token; without any token yet, it is asked for anew."""
+    return done.finish_reason == "abort" and len(done.output_ids) < request.sampling.max_new_tokens
 
 
 def log_of(prompt: npt.NDArray[np.int32], done: Completion) -> RoutingLog | None:

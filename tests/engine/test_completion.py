@@ -191,7 +191,7 @@ def test_a_request_aborted_while_it_waits_keeps_its_tokens_and_does_not_fail_its
     done = parse(WAITED, mask=False)
     assert (done.finish_reason, done.prompt_tokens, done.retractions) == ("abort", 4, 1)
     assert done.output_ids.tolist() == [11, 12] and done.versions.tolist() == [5, 5] and done.experts is None
-    # Tokens whose masks are lost cannot be trained on: they are sampled anew.
+    # Tokens whose masks are lost cannot be trained on: they are sampled anew (`rollout/resume.py`).
     done = parse(WAITED, mask=True)
     assert len(done.output_ids) == len(done.logprobs) == len(done.versions) == 0 and done.mask is not None
     never = copy.deepcopy(WAITED)

@@ -137,11 +137,22 @@ def test_any_number_of_cuts_makes_a_valid_trajectory(parts: list[int], told: boo
     assert rows[sampled - 1].tolist() == t.weight_version[sampled].tolist()
 
 
+def test_what_was_aborted_before_its_first_token_is_asked_for_anew() -> None:
+    nothing = dataclasses.replace(completion(4, [], rows=0, finish_reason="abort"), experts=None)
+    assert may_go_on(REQUEST, nothing)
+    asked = continuation(REQUEST, nothing, 1)
+    assert asked.input_ids.tolist() == PROMPT.tolist() and asked.rows_from == 0  # type: ignore[union-attr]
+    assert asked.sampling == REQUEST.sampling
+    second = rest_of(asked, 2, 6)
+    t = make(joined(REQUEST, nothing, second))
+    assert runs(t) == runs(make(second))
+    np.testing.assert_array_equal(t.routing_experts, second.experts)
+
+
 def test_only_a_partial_answer_goes_on() -> None:
     assert may_go_on(REQUEST, cut(3, 5))
     assert not may_go_on(REQUEST, completion(4, [5, 5]))
     assert not may_go_on(REQUEST, cut(8, 5))
-    assert not may_go_on(REQUEST, completion(4, [], finish_reason="abort"))
     first = cut(3, 5)
     with pytest.raises(ValueError, match="read 4 tokens"):
         joined(REQUEST, first, completion(4, [6]))
