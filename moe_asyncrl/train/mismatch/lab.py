@@ -100,17 +100,21 @@ class Lab:
 
     def logprobs(self, conditions: Conditions) -> tuple[Floats, Bools | None]:
         """The trainer's side, [N], and where the weights are the wanted ones; elsewhere they are the evaluated ones."""
-        temperatures = self.temperatures(conditions)[:, None]
+        found, there = self._scored(conditions, self.temperatures(conditions)[:, None])
+        return found[:, 0], there
+
+    def _scored(self, conditions: Conditions, temperatures: Floats) -> tuple[Floats, Bools | None]:
+        """The same at the given temperatures, [N, J]."""
         if conditions.weights != "own":
             version = self.evaluated if conditions.weights == "evaluated" else conditions.weights
-            return self.run(conditions, temperatures, version).logprobs[:, 0], None
-        out, there = np.zeros(len(temperatures)), np.zeros(len(temperatures), dtype=bool)
+            return self.run(conditions, temperatures, version).logprobs, None
+        out, there = np.zeros(temperatures.shape), np.zeros(len(temperatures), dtype=bool)
         for version in sorted(set(self.tokens.version.tolist()) & set(self.sources)):
             at = self.tokens.version == version
-            out[at] = self.run(conditions, temperatures, version).logprobs[at, 0]
+            out[at] = self.run(conditions, temperatures, version).logprobs[at]
             there |= at
         if not there.all():
-            out[~there] = self.run(conditions, temperatures, self.evaluated).logprobs[~there, 0]
+            out[~there] = self.run(conditions, temperatures, self.evaluated).logprobs[~there]
         return out, there
 
     def run(self, conditions: Conditions, temperatures: Floats, version: int, *, watch: bool = False) -> Passed:
@@ -151,7 +155,7 @@ class Lab:
         for count in (COARSE, FINE):
             factors = np.geomspace(low, high, count)
             temperatures = self.setting.temperature * np.repeat(factors[None], len(self.tokens.full), 0)
-            found = self.run(conditions, temperatures, self.evaluated).logprobs
+            found, _ = self._scored(conditions, temperatures)
             means = np.asarray([k3(self.sampler(conditions), found[:, j]).mean() for j in range(count)])
             i = int(means.argmin())
             low, high = factors[max(0, i - 1)], factors[min(count - 1, i + 1)]
