@@ -74,6 +74,9 @@ def test_rows_of_a_prefix_are_of_the_weights_that_wrote_its_slots(engine: Engine
     engine.run(2, [7, 8])
     engine.req.cached_tokens, engine.req.output_ids = 2, [9]
     assert engine.end() == ([1, 1, 2, 2], [(0, 2, 3, "cached"), (2, 4, 4, "prefilled")])
+    # The pass that samples the first token reads the last one of the prompt, though all of it was in the cache.
+    engine.req.cached_tokens = 4
+    assert engine.end()[1] == [(0, 2, 3, "cached"), (2, 3, 4, "cached"), (3, 4, 4, "prefilled")]
 
 
 def test_a_retraction_keeps_what_sampling_recorded_and_says_who_did_the_rest(engine: Engine) -> None:
@@ -92,6 +95,12 @@ def test_a_retraction_keeps_what_sampling_recorded_and_says_who_did_the_rest(eng
         [1, 1, 1, 1, 2, 3, 4],
         [(0, 4, 0, "prefilled"), (4, 5, 0, "sampled"), (5, 6, 7, "sampled"), (6, 7, 8, "sampled")],
     )
+    engine.req.routed_experts_start_len = 3
+    assert engine.end() == (
+        [1, 2, 3, 4],
+        [(3, 4, 0, "prefilled"), (4, 5, 0, "sampled"), (5, 6, 7, "sampled"), (6, 7, 8, "sampled")],
+    )
+    engine.req.routed_experts_start_len = 0
     # Planted: what the slots hold after all, which is what SGLang itself would answer.
     engine.req.moe_kept = None
     assert engine.end()[0] == [4] * 7
