@@ -30,6 +30,7 @@ from moe_asyncrl.weights.attempt import Attempt, Held, Ways
 from moe_asyncrl.weights.backend import Transport
 from moe_asyncrl.weights.channels import Channels
 from moe_asyncrl.weights.engine_layout import EngineLayout
+from moe_asyncrl.weights.failure import EnginesFailed
 from moe_asyncrl.weights.loop_thread import LoopThread
 from moe_asyncrl.weights.orders import Answer, AnyOrder
 from moe_asyncrl.weights.rank_side import RankSide, Settings
@@ -168,7 +169,11 @@ class LoneTrainer:
             version=version,
             watch=lambda phase: None,
         )
-        attempt.run(Held(), changes=False, slices=False)
+        try:
+            attempt.run(Held(), changes=False, slices=False)
+        except UserError as error:
+            attempt.recover(EnginesFailed({}, str(error)))
+            raise
         unanswered = self.loop.call(attempt.engines.resume([self._client]))
         if unanswered:
             raise UserError(f"the engine did not go on after the update: {unanswered}")

@@ -49,7 +49,7 @@ def lowest_failed(failed: int | None, what: str, group: dist.ProcessGroup | None
 
 
 def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where tensors must live for this group's collectives: the current GPU for NCCL, the CPU for gloo."""
-    if "nccl" in dist.get_backend(group):
+    """Where tensors must live for this group's collectives: the current GPU for NCCL, else the CPU."""
+    if dist.is_initialized() and "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
