@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from moe_asyncrl.engine.completion import (
     versions_of,
 )
 from moe_asyncrl.engine.errors import MalformedReply
+from moe_asyncrl.replay.encoding import encode_rows
 
 SHAPE = RoutingShape(moe_layers=(False, True, True), top_k=2, num_experts=8)
 REQUEST = GenerateRequest(
@@ -171,6 +173,32 @@ def test_requests_that_cannot_be_meant_are_refused() -> None:
     empty = GenerateRequest(rid="y", input_ids=[], sampling=SamplingParams(temperature=1.0), version=0)
     with pytest.raises(ValueError, match="y: empty prompt"):
         request_body([empty], experts=False, mask=False)
+
+
+def test_each_request_of_a_list_gets_its_rows_from_its_own_start() -> None:
+    """SGLang takes one start for a list, the first one: what is known of the others comes again and is cut off."""
+    first = dataclasses.replace(REQUEST, rid="r", rows_from=4)
+    second = dataclasses.replace(REQUEST, rid="s", rows_from=2)
+    version, source = np.array([5, 5, 5, 9], dtype=np.int32), np.array([1, 1, 0, 0], dtype=np.int8)
+    data = encode_rows(2, np.array([1, 2], dtype=np.uint16), ROWS[2:, 1:], version, source)
+    replies = [copy.deepcopy(REPLY), copy.deepcopy(REPLY)]
+    for reply, asked in zip(replies, (first, second), strict=True):
+        reply["meta_info"] |= {"id": asked.rid, "routed_experts": base64.b64encode(data).decode()}
+    one, two = parse_replies(
+        json.dumps(replies).encode(),
+        [first, second],
+        engine="engine-3",
+        routing=SHAPE,
+        mask=True,
+        submitted=1.0,
+        finished=2.0,
+    )
+    for done, start in ((one, 4), (two, 2)):
+        assert done.experts is not None and done.rows_from == start
+        np.testing.assert_array_equal(done.experts, ROWS[start:, 1:])
+    assert one.row_runs is not None and two.row_runs is not None
+    assert [(r.start, r.end, r.version) for r in one.row_runs] == [(4, 5, 5), (5, 6, 9)], "no empty run"
+    assert [(r.start, r.end, r.version) for r in two.row_runs] == [(2, 4, 5), (4, 5, 5), (5, 6, 9)]
 
 
 WAITED: dict[str, Any] = {

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_asyncrl.data.trajectory import Identity, SamplingParams, ScorerReport, Trajectory
+from moe_asyncrl.data.trajectory import Identity, SamplingMask, SamplingParams, ScorerReport, Trajectory
 from moe_asyncrl.data.validate import known_rows, validate
 from moe_asyncrl.data.wire import decode, encode
 from moe_asyncrl.engine.completion import Completion
-from moe_asyncrl.rollout.assemble import assemble
+from moe_asyncrl.rollout.assemble import assemble, mask_rows
 
 LAYERS, K, EXPERTS = 2, 2, 8
 
@@ -59,6 +59,18 @@ def make(c: Completion) -> Trajectory:
 
 def runs(t: Trajectory) -> list[tuple[int, int, int, str]]:
     return [(r.start, r.end, r.version, r.source) for r in t.routing_runs]
+
+
+def test_kept_ids_stand_at_the_tokens_that_were_sampled_from_them() -> None:
+    c = completion(4, [3, 3, 3])
+    ids = np.array([*c.output_ids[:1], *sorted([1, int(c.output_ids[1])]), *c.output_ids[2:]], dtype=np.int32)
+    mask = SamplingMask(indptr=np.array([0, 1, 3, 4], dtype=np.int64), ids=ids)
+    kept, support = mask_rows(dataclasses.replace(c, mask=mask, support_logprobs=c.logprobs / 2), 4)
+    assert kept is not None and support is not None
+    assert kept.indptr.tolist() == [0, 0, 0, 0, 0, 1, 3, 4] and kept.ids.tolist() == ids.tolist()
+    assert np.isnan(support[:4]).all()
+    np.testing.assert_array_equal(support[4:], c.logprobs / 2)
+    assert mask_rows(c, 4) == (None, None)
 
 
 def test_fields() -> None:
