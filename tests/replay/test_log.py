@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_asyncrl.data.trajectory import RoutingRun
-from moe_asyncrl.replay.encoding import MISSING, NotRows, decode_rows, encode_rows, expand, runs_of
+from moe_asyncrl.replay.encoding import HEAD, MISSING, RUN, NotRows, decode_rows, encode_rows, expand, runs_of
 from moe_asyncrl.replay.log import Reading, RoutingLog
 
 L, K = 2, 2
@@ -120,6 +120,24 @@ def test_rows_survive_their_encoding(rows: int, layers: int, k: int, top: int, s
             )
     with pytest.raises(NotRows):
         decode_rows(data, rows=rows + 1, layers=9, k=k)
+
+
+@pytest.mark.parametrize("ends", [[1, 3], [3, 2], [2, 2], [0, 4], [2, 4]])
+@pytest.mark.parametrize("source", [0, 7])
+def test_runs_that_rows_cannot_have_are_refused(ends: list[int], source: int) -> None:
+    """Of four rows: runs that do not end with them, fall, are empty, or come from nowhere."""
+    version, kind = np.array([5, 5, 6, 6], np.int32), np.zeros(4, np.int8)
+    data = bytearray(encode_rows(0, np.arange(1, dtype=np.uint16), np.zeros((4, 1, 2), np.int32), version, kind))
+    at = HEAD.size + 4 + 2
+    runs = np.frombuffer(data, dtype=RUN, count=2, offset=at).copy()
+    assert runs["end"].tolist() == [2, 4]
+    runs["end"], runs["source"][1] = ends, source
+    data[at : at + runs.nbytes] = runs.tobytes()
+    if (ends, source) == ([2, 4], 0):
+        assert decode_rows(bytes(data), rows=4, layers=1, k=2).runs is not None
+        return
+    with pytest.raises(NotRows, match="says where 4 rows come from"):
+        decode_rows(bytes(data), rows=4, layers=1, k=2)
 
 
 def test_sglangs_own_encoding_is_read_as_well() -> None:

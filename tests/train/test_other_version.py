@@ -71,6 +71,17 @@ def test_the_plan_does_what_the_recipe_says(policy: OtherVersion, names: list[st
     assert _policy_fields(5, plan, figures)["dropped_other_version"] == plan.dropped
 
 
+def test_a_prompt_read_by_other_weights_drops_its_trajectory_and_masks_nothing() -> None:
+    """The prompt's rows predict no sampled token, and yet all tokens behind attend to what they made."""
+    cached = (run(0, 3, 3, "cached"), run(3, 11, 4))
+    headers = tuple(encode(t)[0] for t in (dataclasses.replace(reread(0), routing_runs=cached), plain(1), plain(2)))
+    assert (headers[0].other_version_rows, headers[0].other_version_sampled) == (3, 0)
+    group = HeldGroup(ticket=Ticket(index=0, attempt=0), headers=headers)
+    for policy, count in (("use", 3), ("mask", 3), ("drop", 2)):
+        plan = plan_batch([group], Algorithm(), Layout(), micro_batch_tokens=64, other_version=policy)  # type: ignore[arg-type]
+        assert (len(plan.updates[0].headers), plan.dropped) == (count, 3 - count)
+
+
 @pytest.mark.parametrize("mask_other", [False, True])
 def test_masked_tokens_are_those_that_the_rows_predict(mask_other: bool) -> None:
     t = reread()
