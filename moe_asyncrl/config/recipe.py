@@ -115,7 +115,8 @@ class Rollout(Section, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=0)] = 0
     """Keep the k likeliest tokens; 0 keeps all."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Keep the likeliest tokens up to this probability; 1 keeps all."""
+    """Keep the likeliest tokens up to this probability; 1 keeps all. Set `top_k` (some hundreds) beside it where the
+    vocabulary is large: what was kept travels with every token."""
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Keep tokens above this fraction of the likeliest one's probability; 0 keeps all."""
     concurrent_groups: Annotated[int, Meta(ge=1)] = 64

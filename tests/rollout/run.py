@@ -20,8 +20,8 @@ from moe_asyncrl.buffer.service import BufferService
 from moe_asyncrl.config.load import parse_recipe
 from moe_asyncrl.config.recipe import Recipe
 from moe_asyncrl.data import messages as m
+from moe_asyncrl.data.group_wire import decode_group
 from moe_asyncrl.data.trajectory import Trajectory
-from moe_asyncrl.data.wire import decode
 from moe_asyncrl.models.tiny_tokenizer import write_tokenizer
 from moe_asyncrl.telemetry.run_folder import RunFolder
 from tests.engines.fixtures import TestEngine
@@ -109,9 +109,8 @@ class HandRun:
         groups = []
         for held in reply.groups:
             group = self.service._groups[held.ticket.index]
-            groups.append(
-                [decode(h, [group.frames[h.identity.trajectory, s.field] for s in h.frames]) for h in held.headers]
-            )
+            frames = [group.frames[h.identity.trajectory, s.field] for h in held.headers for s in h.frames]
+            groups.append(list(decode_group(held.headers, frames)))
         self._say(self._trainer.consumed(step))
         return groups
 
