@@ -51,7 +51,7 @@ class Rounds:
     floor: list[float] = field(default_factory=list)
     ours: list[float] = field(default_factory=list)
     paused: list[float] = field(default_factory=list)
-    one_by_one: list[float] = field(default_factory=list)
+    seen: Seen = field(default_factory=lambda: Seen(0.0, 0.0))
 
 
 def ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
@@ -115,16 +115,17 @@ def whole(bench: Bench, pair: Pair, rounds: int, **weights: Any) -> Rounds:
             report = bench.publish(publisher)
             found.ours.append(report.seconds)
             found.paused.append(report.pause_seconds)
+        found.seen, _ = bench.in_flight(publisher)
     finally:
         publisher.close()
     return found
 
 
 def changes(bench: Bench, steps: Steps, updates: int) -> dict[str, Any]:
-    """Whole updates and the changes of `updates` optimizer steps, by one publisher; then the same weights whole."""
+    """The changes of `updates` optimizer steps, whole updates before and behind, the last ones of equal weights."""
     weights = steps.base()
     bench.trainer.put(weights)
-    full, delta = [], []
+    full, delta = some_whole(bench), []
     publisher = bench.publisher(delta="auto")
     try:
         bench.publish(publisher)
@@ -138,12 +139,17 @@ def changes(bench: Bench, steps: Steps, updates: int) -> dict[str, Any]:
     if not all(report.delta for report in delta):
         raise RuntimeError("an update that should have been of changes was a full one")
     by_changes = bench.checksum()
-    publisher = bench.publisher(delta="auto")
+    full += some_whole(bench)
+    return {"full": full, "delta": delta, "seen": seen, "equal": by_changes == bench.checksum()}
+
+
+def some_whole(bench: Bench) -> list[Any]:
+    """The reports of three whole updates."""
+    publisher = bench.publisher(delta="off")
     try:
-        full.append(bench.publish(publisher))
+        return [bench.publish(publisher) for _ in range(3)]
     finally:
         publisher.close()
-    return {"full": full, "delta": delta, "seen": seen, "equal": by_changes == bench.checksum()}
 
 
 def sweep(bench: Bench, sizes: Sequence[int], depths: Sequence[int], rounds: int) -> list[dict[str, float]]:
@@ -239,7 +245,8 @@ def report(
             "full_vs_floor": ratio(times.floor, times.ours),
             "full_vs_one_by_one": statistics.median(peers) / ours,
             "delta_bytes_vs_full": mean["bytes"] / full[0].bytes,
-            "delta_time_vs_full": mean["seconds"] / ours,
+            "delta_time_vs_full": mean["seconds"] / statistics.median(r.seconds for r in full),
+            "delta_pause_vs_full": mean["pause"] / statistics.median(r.pause_seconds for r in full),
         },
         figures={
             "gb": nbytes / 1e9,
@@ -247,14 +254,15 @@ def report(
             "floor_s": statistics.median(times.floor),
             "full_s": ours,
             "full_paused_s": statistics.median(times.paused),
-            "full_with_copies_kept_s": statistics.median(r.seconds for r in full),
+            "full_beside_deltas_s": statistics.median(r.seconds for r in full),
             "one_by_one_s": statistics.median(peers),
             "delta_s": mean["seconds"],
             "delta_paused_s": mean["pause"],
             "delta_mb": mean["bytes"] / 1e6,
             "changed_fraction": mean["changed"],
             "digests_equal": changed["equal"],
-            "longest_gap_of_requests_s": seen.longest,
+            "longest_gap_of_requests_full_s": times.seen.longest,
+            "longest_gap_of_requests_delta_s": seen.longest,
             "usual_gap_of_requests_s": seen.usual,
         },
         settings={
