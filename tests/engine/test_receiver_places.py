@@ -288,6 +288,18 @@ def test_cut_tensors_are_loaded_whole_and_with_their_company() -> None:
     assert assembly.incomplete() == []
 
 
+def test_a_tensor_that_several_senders_cut_is_put_together_and_holds_nobody_up() -> None:
+    named = {"a": torch.arange(12.0).view(6, 2), "b": torch.arange(3.0), "c": torch.arange(4.0).view(4, 1)}
+    assembly = Assembly()
+    a, c = (
+        sender.pieces([whole_part("a", "float32", (6, 2))], 4),
+        sender.pieces([whole_part("c", "float32", (4, 1))], 2),
+    )
+    messages = [dense(parts, named) for parts in ([a[1]], [c[0]], [whole_part("b", "float32", (3,))], [c[1]], [a[0]])]
+    came = [[name for name, _ in assembly.add(m.parts, m.payload)] for m in messages]
+    assert came == [[], [], ["b"], ["c"], ["a"]] and assembly.incomplete() == []
+
+
 def test_coverage_counts_every_element() -> None:
     held = {"p": torch.zeros(4, 6), "q": torch.zeros(8)[2:6]}
     rows = [Region("p", 6 * i, (6,), (1,)) for i in range(4)]

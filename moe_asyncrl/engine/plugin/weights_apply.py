@@ -36,7 +36,7 @@ class Placer:
     def __init__(self, known: Known, load: Load, params: Params, *, sparse: bool) -> None:
         self._known, self._load, self._params, self._sparse = known, load, params, sparse
         self._device = next(iter(params.values())).device
-        self._assemblies: dict[int, Assembly] = {}
+        self._assembly = Assembly()
         self._seen: Counter[Place] = Counter()
         """Elements that came for each place."""
         self._loaded: set[str] = set()
@@ -87,7 +87,7 @@ class Placer:
         if targets:
             torch._foreach_copy_(targets, sources)
         if through:
-            named = self._assemblies.setdefault(stream, Assembly()).add(through, message.payload)
+            named = self._assembly.add(through, message.payload)
             if named:
                 self._load(named)
                 self._loaded.update(name for name, _ in named)

@@ -22,7 +22,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 class Assembly:
-    """Puts tensors together that came in several parts, and gives out whole ones.
+    """Puts tensors together that came in several parts, from whichever senders, and gives out whole ones.
 
     What came in one message with a part of a tensor that is not complete waits for it: a loader may need them together.
     """
@@ -30,12 +30,15 @@ class Assembly:
     def __init__(self) -> None:
         self._waiting: dict[str, torch.Tensor] = {}
         self._left: dict[str, int] = {}
+        self._company: dict[str, set[str]] = {}
+        """Names that are given out together."""
 
     def add(self, parts: Iterable[Part], payload: torch.Tensor) -> Named:
         """Whole tensors that can be loaded now. They may be views of the payload."""
         parts = list(parts)
-        if not self._waiting and all(p.whole for p in parts):
+        if all(p.whole for p in parts):
             return [(p.name, part_view(p, payload)) for p in parts]
+        together: set[str] = set()
         for part in parts:
             view = part_view(part, payload)
             if part.name not in self._waiting:
@@ -43,10 +46,13 @@ class Assembly:
                 self._left[part.name] = self._waiting[part.name].numel()
             self._waiting[part.name][part.slices] = view
             self._left[part.name] -= part.elements
-        if any(self._left.values()):
+            together |= self._company.get(part.name, {part.name})
+        self._company.update(dict.fromkeys(together, together))
+        if any(self._left[name] for name in together):
             return []
-        complete, self._waiting, self._left = list(self._waiting.items()), {}, {}
-        return complete
+        for name in together:
+            del self._left[name], self._company[name]
+        return [(name, self._waiting.pop(name)) for name in list(self._waiting) if name in together]
 
     def incomplete(self) -> list[str]:
         """Names of tensors of which a part never came."""
@@ -69,7 +75,7 @@ class Learner:
     def __init__(self, load: Load, params: Callable[[], Params]) -> None:
         """`load`: the model's `load_weights`. `params`: its parameters and buffers by name, as they are now."""
         self._load, self._params = load, params
-        self._assemblies: dict[int, Assembly] = {}
+        self._assembly = Assembly()
         self._trace = Trace()
         self._digests: dict[Place, str] = {}
         self._written: list[Region] = []
@@ -79,7 +85,7 @@ class Learner:
         """Load what is complete. Raises whatever the loader raises."""
         if message.kind != "dense":
             raise Refused("changes came where all weights were announced")
-        named = self._assemblies.setdefault(stream, Assembly()).add(message.parts, message.payload)
+        named = self._assembly.add(message.parts, message.payload)
         if not named:
             return
         params = self._params()
@@ -96,7 +102,7 @@ class Learner:
 
     def check_complete(self) -> None:
         """Raises Refused, naming what is missing, unless every element of every parameter was written."""
-        if absent := [name for a in self._assemblies.values() for name in a.incomplete()]:
+        if absent := self._assembly.incomplete():
             raise Refused(f"a part of {absent[0]} never came ({len(absent)} tensors are not complete)")
         params = {n: p for n, p in self._params().items() if isinstance(p, torch.nn.Parameter)}
         if absent := missing(params, self._written):
