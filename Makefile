@@ -61,6 +61,8 @@ soak: $(STAMP) ## Conversions on all layouts and killed 40 times; a run whose ga
 	@$(BIN)/python -m tests.replay.soak_matrix
 	@$(BIN)/python -m tests.train.mismatch.soak --steps 100
 	@$(BIN)/python -m tests.weights.soak_updates
+	@$(BIN)/python -m tests.weights.soak_storm
+	@$(BIN)/python -m tests.weights.soak_kills
 	@$(BIN)/python -m pytest -q tests/engine/soak_receiver.py
 	@$(BIN)/python scripts/soak.py --minutes $(SOAK_MINUTES) $(ARGS)
 
