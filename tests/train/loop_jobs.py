@@ -42,7 +42,7 @@ def go(
     published: list[tuple[int, int]] = []
     before = _steps_of(folder, rank)
 
-    def engines(*_: Any) -> tuple[Any, None]:
+    def engines(*_: Any) -> tuple[Any, None, Any]:
         def publish(version: int) -> PublishReport:
             if rank == 0:
                 client.commit(version, (), ())
@@ -55,7 +55,7 @@ def go(
                 version=version, seconds=0.0, pause_seconds=0.0, bytes=0, buckets=0, engines=(), lost={}
             )
 
-        return publish, None
+        return publish, None, lambda: None
 
     def stop() -> bool:
         return stop_after is not None and rank == world - 1 and _steps_of(folder, rank) - before >= stop_after
