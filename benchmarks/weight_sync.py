@@ -202,7 +202,7 @@ def main() -> None:
             server.wait_ready(240)
             bench = Bench(server, key, trainer)
             if args.sweep:
-                found = sweep(bench, (16, 32, 64, 128, 256), (2, 3, 4), 2)
+                found = sweep(bench, (8, 16, 32, 64, 128, 256), (2, 4), 1 if args.quick else 3)
                 for case in found:
                     print(f"{case['bucket_mib']:4.0f} MiB, {case['depth']:.0f} in flight: {case['seconds']:.2f} s")
                 best = min(found, key=lambda case: case["seconds"])

@@ -32,6 +32,8 @@ class InFlight:
     def __init__(self, url: str, key: str, *, count: int) -> None:
         self._url, self._key, self._count = url, key, count
         self._arrivals: list[list[float]] = [[] for _ in range(count)]
+        self._watched = [0] * count
+        """Tokens before this one of each request came while others were still beginning."""
         self._enough = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="requests", daemon=True)
@@ -44,6 +46,7 @@ class InFlight:
             if time.monotonic() > end or self._error is not None:
                 raise RuntimeError(f"the requests did not come to sample within {deadline_s:g} s: {self._error}")
             time.sleep(0.05)
+        self._watched = [len(times) - 1 for times in self._arrivals]
 
     def stop(self, more: int = 3) -> Seen:
         """Wait for `more` tokens of each, end the requests, and say what they saw."""
@@ -55,7 +58,8 @@ class InFlight:
             time.sleep(0.02)
         self._enough.set()
         self._thread.join(30)
-        gaps = sorted(b - a for times in self._arrivals for a, b in itertools.pairwise(times))
+        seen = [times[first:] for times, first in zip(self._arrivals, self._watched, strict=True)]
+        gaps = sorted(b - a for times in seen for a, b in itertools.pairwise(times))
         return Seen(longest=gaps[-1], usual=statistics.median(gaps[: -self._count]))
 
     def _run(self) -> None:
