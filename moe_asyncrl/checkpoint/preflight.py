@@ -26,7 +26,7 @@ def check_model(recipe: Recipe) -> ModelSpec:
     with SafetensorsDir(path) as stored:
         check_tensors(stored, spec)
         if recipe.algorithm.objective == "grpo":
-            check_served_form(stored)
+            check_served_form(stored, recipe)
     if recipe.model.max_context > spec.max_position_embeddings:
         raise UserError(
             f"model.max_context {recipe.model.max_context} is longer than the {spec.max_position_embeddings} tokens "
@@ -61,14 +61,27 @@ def check_reference(reference: Path, path: Path, spec: ModelSpec) -> None:
         check_tensors(stored, spec)
 
 
-def check_served_form(stored: SafetensorsDir) -> None:
-    """Raise UserError if servers would hold the weights quantised: the trainer's updates are plain, without scales."""
-    if stored.quantization is not None:
+def check_served_form(stored: SafetensorsDir, recipe: Recipe) -> None:
+    """Raise UserError if servers would hold the weights in a form in which the recipe cannot update them."""
+    if stored.quantization is None:
+        return
+    method = stored.quantization.method
+    if method != "fp8":
         raise UserError(
-            f"model.path {stored.directory}: its weights are {stored.quantization.method.upper()}. The trainer reads "
-            "them, but a server that holds them quantised cannot take its updates, which are plain; write a plain copy "
-            "with `moe-asyncrl convert hf-to-megatron` and `megatron-to-hf`, and set model.path to it"
+            f"model.path {stored.directory}: its weights are {method.upper()}. The trainer reads them, but a server "
+            "that holds them so cannot take its updates; write a plain copy with `moe-asyncrl convert hf-to-megatron` "
+            "and `megatron-to-hf`, and set model.path to it"
         )
+    for field, value, right in (
+        ("weights.transport", recipe.weights.transport, ("broadcast", "disk", "shared_memory")),
+        ("weights.delta", recipe.weights.delta, ("off",)),
+        ("engine.dtype", recipe.engine.dtype, ("bfloat16",)),
+    ):
+        if value not in right:
+            raise UserError(
+                f"{field} is {value}, but the weights of model.path {stored.directory} are FP8, and servers that hold "
+                f"FP8 take whole updates, quantised by the trainer from bfloat16; set it to {' or '.join(right)}"
+            )
 
 
 def check_engine(spec: ModelSpec, engine: Engine) -> None:

@@ -31,6 +31,7 @@ from moe_asyncrl.train.membership import Membership, RunControl
 from moe_asyncrl.weights.attempt import Attempt, Held, Sent, Ways
 from moe_asyncrl.weights.backend import choose_transport, own_nccl_version
 from moe_asyncrl.weights.channels import Channels
+from moe_asyncrl.weights.coded import Coder
 from moe_asyncrl.weights.engine_layout import EngineLayout
 from moe_asyncrl.weights.engines_side import EnginesSide
 from moe_asyncrl.weights.failure import EnginesFailed
@@ -111,6 +112,7 @@ class Publisher:
         watch: Watch = lambda phase, turn: None,
         join_control: RunControl | None = None,
         copy: CopyWeights | None = None,
+        coder: Coder | None = None,
     ) -> None:
         """`connect` (makes the client of one life of an engine), `control` and `events` are for the first rank only.
 
@@ -120,7 +122,8 @@ class Publisher:
         puts its files. `layout_of`: how an engine lays out the model; as the recipe says if not given. `watch` is told
         each phase as it begins on this rank: survey, prepare, pause, transfer, finish, commit, resume on the first
         one; plan, connect, announce, open, send (with its round), settle on all. `join_control`: a second way to the
-        run's state, by which engines that come between updates are served, from each other with `copy`.
+        run's state, by which engines that come between updates are served, from each other with `copy`. `coder`: of
+        weights that engines hold in another form.
         """
         self._weights = weights
         self._rank = rank
@@ -143,6 +146,7 @@ class Publisher:
             timeout_s=weights.timeout_s,
             keep_copies=weights.delta == "auto",
             max_fraction=weights.delta_max_fraction,
+            coder=coder,
         )
         self._side = RankSide(spec, layout, rank, parameters, settings, group=group, watch=watch)
         if rank == 0:

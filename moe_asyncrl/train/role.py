@@ -257,6 +257,7 @@ def _engines(
     from moe_asyncrl.engine.keys import ensure_engine_key
     from moe_asyncrl.train.probe import Probe
     from moe_asyncrl.train.publish import Publisher
+    from moe_asyncrl.train.served_form import served_form
     from moe_asyncrl.weights.backend import choose_transport
 
     model = state.model
@@ -295,6 +296,7 @@ def _engines(
         folder=folder.path / "weights",
         join_control=joins,
         copy=copy if first else None,
+        coder=served_form(Path(recipe.model.path), resources),
     )
     resources.callback(publisher.close)
     if recipe.replay.probe_every == 0:

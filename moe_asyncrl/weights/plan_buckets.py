@@ -70,9 +70,15 @@ class Filled:
 
 
 def fill_buckets(
-    spec: ModelSpec, layout: Layout, engines: tuple[EngineLayout, ...], mode: Mode, dtype: str, bucket_bytes: int
+    spec: ModelSpec,
+    layout: Layout,
+    engines: tuple[EngineLayout, ...],
+    mode: Mode,
+    dtype: str,
+    bucket_bytes: int,
+    rows: int = 1,
 ) -> tuple[Filled, Parts, Pieces]:
-    """All parts and pieces of a plan. `engines`: the different layouts."""
+    """All parts and pieces of a plan. `engines`: the different layouts. `rows`: see `make_unit`."""
     model = model_groups(spec)
     filled = Filled()
     known: dict[tuple[int, int, int], list[tuple[int, Held]]] = {}
@@ -88,7 +94,7 @@ def fill_buckets(
             item_bytes = [ITEM_BYTES[t.dtype or dtype] for t in kind.tensors]
             found = []
             for some in held:
-                filled.units.append(make_unit(some.rectangles, item_bytes, blocks[kind_number], bucket_bytes))
+                filled.units.append(make_unit(some.rectangles, item_bytes, blocks[kind_number], bucket_bytes, rows))
                 found.append((len(filled.units) - 1, some))
             known[kind_number, engine, row] = found
         return found

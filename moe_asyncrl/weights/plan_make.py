@@ -28,11 +28,13 @@ def make_plan(
     dtype: str = "bfloat16",
     bucket_bytes: int = 64 * 1024 * 1024,
     roots_per_stage: int = 0,
+    rows: int = 1,
 ) -> Plan:
     """The plan of a full update to `engines`, one layout for each. Same arguments, same plan.
 
     `dtype`: type that the weights travel in, but for tensors with a type of their own. `roots_per_stage`: most ranks of
-    a pipeline stage that broadcast; 0 for no bound. The plan is not checked yet.
+    a pipeline stage that broadcast; 0 for no bound. `rows`: tensors are cut between so many rows where that many fit a
+    bucket. The plan is not checked yet.
 
     Raises:
         UserError: a layout that does not fit the model, no engine, an unknown type, a bucket below 64 bytes.
@@ -47,7 +49,7 @@ def make_plan(
     for engine in different:
         check_engine_layout(spec, engine)
     blocks = trainer_blocks(spec, layout)
-    filled, parts, pieces = fill_buckets(spec, layout, different, mode, dtype, bucket_bytes)
+    filled, parts, pieces = fill_buckets(spec, layout, different, mode, dtype, bucket_bytes, rows)
     plan = Plan(
         spec=spec,
         layout=layout,

@@ -47,14 +47,21 @@ def aligned(nbytes: int) -> int:
 
 
 def make_unit(
-    rectangles: Sequence[tuple[int, Rectangle]], item_bytes: Sequence[int], blocks: KindBlocks, bucket_bytes: int
+    rectangles: Sequence[tuple[int, Rectangle]],
+    item_bytes: Sequence[int],
+    blocks: KindBlocks,
+    bucket_bytes: int,
+    rows: int = 1,
 ) -> Unit:
-    """Lay out the rectangles of a group, given as (number of the tensor, rectangle), one behind the other."""
+    """Lay out the rectangles of a group, given as (number of the tensor, rectangle), one behind the other.
+
+    What is cut is cut between `rows` rows where so many fit a bucket; rows are the last axis but one.
+    """
     cutter = _Cutter(math.inf)
     for member, rectangle in rectangles:
         cutter.add(member, rectangle, item_bytes[member])
     if cutter.filled > bucket_bytes:
-        cutter = _Cutter(bucket_bytes)
+        cutter = _Cutter(bucket_bytes, rows)
         for member, rectangle in rectangles:
             cutter.add(member, rectangle, item_bytes[member])
     padded = [[*part, *[range(1)] * (AXES - len(part))] for part in cutter.parts]
@@ -87,6 +94,7 @@ class _Cutter:
     """Lays parts down until a chunk of `limit` bytes is full, then begins the next one."""
 
     limit: float
+    rows: int = 1
     filled: int = 0
     members: list[int] = field(default_factory=list)
     parts: list[Rectangle] = field(default_factory=list)
@@ -103,6 +111,8 @@ class _Cutter:
             steps = stop - position
             if offset + steps * step > self.limit:
                 steps = max(0, int(self.limit - offset) // step)
+                if axis == len(rectangle) - 2 and (steps >= self.rows or self.filled):
+                    steps -= steps % self.rows
             run = range(position, position + max(steps, 1))
             part = (*rectangle[:axis], run, *rectangle[axis + 1 :])
             if steps:

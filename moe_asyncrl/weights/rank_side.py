@@ -14,6 +14,7 @@ from moe_asyncrl.data.errors import first_line
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.weights.changes import Encoded, encode_changes
+from moe_asyncrl.weights.coded import Coded, CodedFiller, Coder, coded_message, letter_of
 from moe_asyncrl.weights.fill import ChangeFiller, Filler, WeightFiller
 from moe_asyncrl.weights.group import Rendezvous, connect, drop
 from moe_asyncrl.weights.letters import Letter, in_order
@@ -46,6 +47,8 @@ class Settings:
     """Of what was sent, so that the next update may send changes alone."""
     max_fraction: float
     """Changes that take more than this of the bytes of a rank's pieces are not worth sending."""
+    coder: Coder | None = None
+    """Of weights that engines hold in another form. Only whole weights to all are sent then: no changes, no slices."""
 
 
 class RankSide:
@@ -63,6 +66,8 @@ class RankSide:
         watch: Watch = lambda phase, turn: None,
     ) -> None:
         """`parameters` gives this rank's weights by canonical global name; it is asked in each update."""
+        if settings.coder is not None and settings.keep_copies:
+            raise ValueError("changes of coded weights cannot be sent")
         self._spec, self._layout, self.rank = spec, layout, rank
         self._parameters = parameters
         self._settings = settings
@@ -73,6 +78,7 @@ class RankSide:
         self.plan: Plan | None = None
         self.work: Work | None = None
         self._headers: list[bytes] = []
+        self._coded: list[Coded] = []
         self._groups: dict[str, Any] = {}
         self._snapshot: Snapshot[int] | None = Snapshot() if settings.keep_copies else None
         self._encoded: Encoded | None = None
@@ -122,6 +128,8 @@ class RankSide:
         if plan is not None and (plan.mode, plan.engines) == (order.mode, order.engines):
             return
         s = self._settings
+        if s.coder is not None and order.mode == "direct":
+            raise ValueError("weights that are coded go whole to all engines, not in slices")
         made = make_plan(
             self._spec,
             self._layout,
@@ -130,6 +138,7 @@ class RankSide:
             dtype=str(s.dtype).removeprefix("torch."),
             bucket_bytes=s.bucket_bytes,
             roots_per_stage=s.roots_per_stage,
+            rows=1 if s.coder is None else s.coder.rows,
         )
         check(made)
         if self._snapshot is not None and (order.mode == "direct" or plan is None or plan.mode != order.mode):
@@ -137,6 +146,8 @@ class RankSide:
             self._snapshot.forget()
         self.plan, self.work = made, rank_work(made, self.rank)
         self._headers = [dense_header(message.parts) for message in self.work.sends]
+        if s.coder is not None:
+            self._coded = [coded_message(message, s.coder) for message in self.work.sends]
 
     def _connect(self, sender: int, at: Rendezvous) -> None:
         self._watch("connect", 0)
@@ -152,6 +163,8 @@ class RankSide:
             Letter(self.rank, m.stream, -1, message_bytes(header, m.payload_bytes), len(header))
             for m, header in zip(work.sends, self._headers, strict=True)
         )
+        if self._settings.coder is not None:
+            whole = tuple(letter_of(self.rank, m, c) for m, c in zip(work.sends, self._coded, strict=True))
         self._encoded = None
         whole_bytes = sum(letter.nbytes for letter in whole)
         if not order.changes:
@@ -193,12 +206,14 @@ class RankSide:
         if self._encoded is None:
             if self._snapshot is not None:
                 self._snapshot.begin(order.version)
-            filler: Filler = WeightFiller(
+            plain = WeightFiller(
                 self._the_work,
                 self._headers,
                 self._parameters(),
                 self._keep if self._snapshot is not None else None,
             )
+            coder = self._settings.coder
+            filler: Filler = plain if coder is None else CodedFiller(plain, self._coded, coder)
         else:
             filler = ChangeFiller(self.rank, self.letters, self._encoded.blobs)
         sender = self._sender(Waits(self._settings.timeout_s, stop))

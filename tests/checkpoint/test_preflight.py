@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from moe_asyncrl.checkpoint.preflight import check_model
-from moe_asyncrl.config.recipe import Algorithm, Data, Engine, Model, Recipe, Trainer
+from moe_asyncrl.config.recipe import Algorithm, Data, Engine, Model, Recipe, Trainer, Weights
 from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.tiny import make_tiny_model
-from tests.checkpoint.formats.quantised import fp8_copy
+from tests.checkpoint.formats.quantised import fp8_copy, mxfp4_copy
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +64,28 @@ def test_what_servers_would_serve_wrongly_or_not_load_is_refused(
         check_model(recipe(tmp_path / "model", engine=engine))
 
 
-def test_quantised_weights_are_for_training_without_servers(tmp_path: Path) -> None:
+def test_servers_that_hold_fp8_take_whole_updates(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "plain", "qwen3_moe", 0, dtype="bfloat16")
     quantised, _ = fp8_copy(tmp_path / "plain", tmp_path / "fp8")
     check_model(recipe(quantised, algorithm=Algorithm(objective="sft")))
-    with pytest.raises(UserError, match=r"its weights are FP8\. .* cannot take its updates, .* plain copy") as caught:
+    check_model(recipe(quantised))
+    for sections, message in (
+        ({"weights": Weights(delta="auto")}, r"weights\.delta is auto, .* are FP8, .* set it to off"),
+        ({"weights": Weights(transport="direct")}, r"weights\.transport is direct, .* set it to broadcast or disk or"),
+        ({"engine": Engine(dtype="float32")}, r"engine\.dtype is float32, .* set it to bfloat16"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            check_model(recipe(quantised, **sections))
+        assert "\n" not in str(caught.value)
+        check_model(recipe(quantised, algorithm=Algorithm(objective="sft"), **sections))
+
+
+def test_servers_cannot_be_updated_in_mxfp4(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "plain", "gpt_oss", 0, dtype="bfloat16")
+    quantised, _ = mxfp4_copy(tmp_path / "plain", tmp_path / "mxfp4")
+    check_model(recipe(quantised, algorithm=Algorithm(objective="sft")))
+    with pytest.raises(UserError, match=r"its weights are MXFP4\. .* cannot take its updates; .* plain copy"):
         check_model(recipe(quantised))
-    assert "\n" not in str(caught.value)
 
 
 def with_reference(model: Path, reference: Path) -> Recipe:

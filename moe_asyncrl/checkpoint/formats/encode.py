@@ -56,6 +56,11 @@ class Fp8:
     def __init__(self, published: Scales) -> None:
         self._published = published
 
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return self._published.quantization.block[0]
+
     def stored_tensors(self, tensors: Iterable[HfTensor]) -> list[HfTensor]:
         """See Encoder. Raises UserError if a weight has another shape than the published one."""
         found: list[HfTensor] = []
