@@ -7,6 +7,7 @@ for.
 from __future__ import annotations
 
 import asyncio
+import http
 import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ import msgspec
 
 from moe_asyncrl.data.messages import Member
 from moe_asyncrl.engine.completion import Completion, GenerateRequest, RoutingShape, parse_replies, request_body
-from moe_asyncrl.engine.errors import EngineRefused, EngineTimeout, EngineUnreachable, MalformedReply
+from moe_asyncrl.engine.errors import EngineRefused, EngineTimeout, EngineUnreachable, EngineUnwell, MalformedReply
 from moe_asyncrl.engine.weight_calls import WeightCalls
 from moe_asyncrl.models.spec import ModelSpec
 
@@ -118,7 +119,7 @@ class EngineClient(WeightCalls):
         """Sample one completion per request, sent as one list; completions come in the order of the requests.
 
         `mask`: also return the sampling masks (every request then needs a finite top_k).
-        Raises EngineTimeout, EngineUnreachable, EngineRefused, MalformedReply.
+        Raises EngineTimeout, EngineUnreachable, EngineUnwell, EngineRefused, MalformedReply.
         """
         if not requests:
             return []
@@ -253,6 +254,8 @@ class EngineClient(WeightCalls):
             raise EngineUnreachable(
                 f"{self._name}: {self._url} cannot be reached for {what}: {e or type(e).__name__}"
             ) from None
+        if status == http.HTTPStatus.SERVICE_UNAVAILABLE and path == "/generate":
+            raise EngineUnwell(f"{self._name}: cannot serve {what}: {_reason(content)}")
         if status != 200:
             raise EngineRefused(f"{self._name}: {what} refused (HTTP {status}): {_reason(content)}")
         return content

@@ -13,6 +13,10 @@ class EngineTimeout(EngineLost, UserError):
     """The engine did not answer before the deadline. The message names what was waited for."""
 
 
+class EngineUnwell(EngineLost, UserError):
+    """The engine says that it cannot serve now: its weights are not whole, until an update ends that."""
+
+
 class EngineRefused(UserError):
     """The engine answered that it will not do this, or that it failed. The message has its reason."""
 

@@ -18,7 +18,14 @@ from moe_asyncrl.data.errors import EngineLost
 from moe_asyncrl.data.messages import Member
 from moe_asyncrl.engine.client import EngineClient
 from moe_asyncrl.engine.completion import Completion, GenerateRequest
-from moe_asyncrl.engine.errors import EngineRefused, EngineTimeout, EngineUnreachable, MalformedReply, NoEngines
+from moe_asyncrl.engine.errors import (
+    EngineRefused,
+    EngineTimeout,
+    EngineUnreachable,
+    EngineUnwell,
+    MalformedReply,
+    NoEngines,
+)
 
 Health = Literal["healthy", "out"]
 
@@ -202,7 +209,7 @@ class EnginePool:
             if not call.done():
                 raise EngineLost(f"{engine.member.name} was taken out of the pool: {engine.reason}")
             return call.result()
-        except EngineUnreachable as e:
+        except (EngineUnreachable, EngineUnwell) as e:
             self._take_out(engine, str(e))
             raise
         except EngineTimeout:

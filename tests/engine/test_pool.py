@@ -229,6 +229,23 @@ def test_a_malformed_reply_is_named_and_not_retried() -> None:
     assert next(calls) == 1
 
 
+def test_what_an_engine_without_whole_weights_is_asked_goes_to_another() -> None:
+    calls = itertools.count()
+
+    async def unwell(request: web.Request) -> web.StreamResponse:
+        next(calls)
+        return web.json_response({"error": {"message": "this engine's weights are not whole: cut"}}, status=503)
+
+    async def go() -> None:
+        async with imitation(generate=unwell) as url, EnginePool(make_client) as pool:
+            pool.set_members([member("a", url), member("b", url)])
+            with pytest.raises(NoEngines, match=r"a a: cannot serve .*not whole: cut; b b: cannot serve"):
+                await pool.generate_anywhere(group(), deadline_s=5)
+
+    asyncio.run(go())
+    assert next(calls) == 2
+
+
 def test_retries_end() -> None:
     async def go() -> None:
         async with EnginePool(make_client) as pool:

@@ -19,7 +19,7 @@ from moe_asyncrl.data.weights import Base, Prepare, Stream
 from moe_asyncrl.engine.client import EngineClient
 from moe_asyncrl.engine.completion import Completion, GenerateRequest
 from moe_asyncrl.engine.copy_weights import copy_weights
-from moe_asyncrl.engine.errors import EngineRefused
+from moe_asyncrl.engine.errors import EngineRefused, EngineUnwell
 from moe_asyncrl.weights.message_part import whole_part
 from moe_asyncrl.weights.ring import RingWriter
 from tests.engine import sender
@@ -173,7 +173,7 @@ def test_damage_is_refused_and_nothing_mixed_is_served(
         assert (hold.state, hold.version, hold.paused, hold.update) == ("broken", -1, True, "") and hold.reason
         # What ran, what waited and what comes now are answered at once, and with no token.
         for waiting in (running, queued, asyncio.create_task(one(client, request(4), 20))):
-            with pytest.raises(EngineRefused, match="weights are not whole"):
+            with pytest.raises(EngineUnwell, match="weights are not whole"):
                 await waiting
         with pytest.raises(EngineRefused, match="cannot go on, its weights are broken"):
             await client.resume(deadline_s=20)

@@ -135,11 +135,14 @@ def flow_over(engines: Sequence[TestEngine], seed: int) -> Flow:
 
 
 def judged(mixed: Mixed, flow: Flow, *, good: Sequence[str], of_versions: Sequence[int]) -> Account:
-    """All replies are whole; engines that nothing befell answered everything, and with the newest version."""
+    """All replies are whole; engines that nothing befell served the newest version.
+
+    Those may answer that their weights are not whole: in a transfer that was called off. Then the pool asks another.
+    """
     allowed = set(of_versions)
     for reply in flow.replies:
         assert set(reply.done.versions.tolist()) <= allowed, (reply, allowed)
-    bad = [f for f in flow.failures if f.engine in good]
+    bad = [f for f in flow.failures if f.engine in good and "weights are not whole" not in f.text]
     assert not bad, bad[:2]
     account = check_replies(mixed, flow.replies, keep=True)
     for name in good:
@@ -171,7 +174,11 @@ class Fallen:
 
 
 def fall(trainer: Trainer, rank: int, phase: str, turn: int, version: int, notes: Path) -> Fallen:
-    """Publish, and have a rank killed at a phase. Every other rank must end the update with an error, in time."""
+    """Publish, and have a rank killed at a phase. No other rank takes the update for done.
+
+    Those that wait in a collective for the dead one end at its time limit; a run's supervisor, here the pool, ends them
+    before. Says when those that ended by themselves did.
+    """
     shutil.rmtree(notes, ignore_errors=True)
     notes.mkdir()
     pids = trainer.job("pids")
@@ -184,9 +191,9 @@ def fall(trainer: Trainer, rank: int, phase: str, turn: int, version: int, notes
     else:
         raise AssertionError(f"rank {rank} was not killed at {phase} {turn}")
     found = {int(p.stem[5:]): json.loads(p.read_text()) for p in notes.iterdir()}
-    assert set(found) == set(range(4)) - {rank}, (sorted(found), str(trainer.pool))
+    assert rank not in found, sorted(found)
     assert all("error" in outcome for outcome in found.values()), found
-    seconds = max(outcome["ended"] - outcome["began"] for outcome in found.values())
+    seconds = max((outcome["ended"] - outcome["began"] for outcome in found.values()), default=0.0)
     assert seconds < BOUND_S, found
     gone(processes)
     return Fallen(seconds, {rank: outcome["error"] for rank, outcome in found.items()})
