@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,10 +40,9 @@ ON_CPU = {
 }
 
 
-def kept_by_rank(
-    model: Path, shared_expert: str, fields: dict[str, Any], rank: int, weights: dict[str, np.ndarray]
-) -> np.ndarray:
-    """Numbers that one rank keeps, sorted: int32."""
+@contextmanager
+def published(model: Path, shared_expert: str, fields: dict[str, Any], rank: int) -> Iterator[tuple[Any, Any]]:
+    """(class of the model, SGLang's configuration of it), while everything stands as for one rank of a server."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.configs.shared_experts import SharedExpertsConfig
     from sglang.srt.eplb.expert_location import (
@@ -58,7 +58,7 @@ def kept_by_rank(
     # Stands for the all-to-all backends, whose packages only a GPU machine has.
     os.environ["SGLANG_SHARED_EXPERT_TP1"] = str(int(shared_expert == "replicated"))
     reset_context()
-    args = ServerArgs(model_path=str(model), **ON_CPU, **fields)
+    args = ServerArgs(model_path=str(model), **(ON_CPU | fields))
     publish(args, role="test", ranks=SpawnRanks(world_rank=rank))
     initialize_dp_attention_flags(args)
     initialize_moe_config()
@@ -86,6 +86,14 @@ def kept_by_rank(
         stack.enter_context(get_model().override(shared_experts=shared))
         location = compute_initial_expert_location_metadata(model_config=config, moe_ep_rank=parallel.moe_ep_rank)
         set_global_expert_location_metadata(location, allow_overwrite=True)
+        yield kind, config
+
+
+def kept_by_rank(
+    model: Path, shared_expert: str, fields: dict[str, Any], rank: int, weights: dict[str, np.ndarray]
+) -> np.ndarray:
+    """Numbers that one rank keeps, sorted: int32."""
+    with published(model, shared_expert, fields, rank) as (kind, config):
         built = kind(config=config.hf_config)
         for parameter in built.parameters():
             # float32 holds the numbers exactly, and what no loader fills stays 0.

@@ -59,8 +59,8 @@ class SchedulerEngine:
             return "its weights lie in SGLang's weight cache, which other engines share (--weight-cache-mode)"
         if any(getattr(p, "format_ue8m0", False) for p in self._model.parameters()):
             return (
-                "SGLang has packed its FP8 scales on loading (UE8M0, for DeepGEMM), and would take new ones for packed; "
-                "start it with --fp8-gemm-backend and --moe-runner-backend triton (engine.extra_args)"
+                "SGLang has packed its FP8 scales on loading (UE8M0, for DeepGEMM), and would take new ones for packed "
+                "ones; start it with --fp8-gemm-backend and --moe-runner-backend triton (engine.extra_args)"
             )
         return str(weight_updater._unsupported_derived_weight_cache_error(self._model) or "")
 
