@@ -2,9 +2,9 @@
 
     python -m tests.weights.fp8_loader MODEL FOLDER OUT.safetensors
 
-The model is built with its FP8 parameters, as a server builds it, but for the last step, which packs them for the kernels
-of GPUs and of AMX CPUs. FOLDER has `0.safetensors` and `1.safetensors`: two versions of the weights as they were sent. The
-first goes through the model's loader, the second to the places that were learnt meanwhile. OUT: the parameters after
+The model is built with its FP8 parameters, as a server builds it, but for the last step, which packs them for the
+kernels of GPUs and of AMX CPUs. FOLDER has two versions of the weights, `0.safetensors` and `1.safetensors`. The first
+goes through the model's loader, the second to the places that were learnt meanwhile. OUT: the parameters after
 each, `learnt.NAME` and `placed.NAME`, and after a plain load of all of the second, `plain.NAME`.
 """
 
