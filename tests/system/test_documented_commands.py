@@ -85,6 +85,7 @@ TARGETS = {
     "lint": "",
     "format": "",
     "bench": "",
+    "soak": "",
     "lock": "tests/test_house.py::test_locks_satisfy_their_sources",
     "gpu-check": "tests/cluster/test_gpu_check.py::test_without_a_gpu_each_path_has_its_line",
     "help": "",
