@@ -327,7 +327,7 @@ def test_engine_processes_find_the_plugin_and_others_do_not(tmp_path: pathlib.Pa
 def test_registering_outside_an_engine_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from moe_asyncrl.engine.plugin import register
 
-    for mode in (None, "gpu"):
+    for mode in (None, "somebody else's"):
         monkeypatch.delenv("MOE_ASYNCRL_ENGINE", raising=False)
         if mode:
             monkeypatch.setenv("MOE_ASYNCRL_ENGINE", mode)

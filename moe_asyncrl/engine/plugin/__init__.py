@@ -14,8 +14,11 @@ MODE_VARIABLE = "MOE_ASYNCRL_ENGINE"
 
 
 def register() -> None:
-    """SGLang's entry point: an engine of ours receives weights and says what its routing
-    rows are of, a CPU engine has its gaps closed, others stay alone."""
+    """SGLang's entry point.
+
+    An engine of ours receives weights and says what made its routing rows, a CPU engine has its gaps closed, and
+    anybody else's engine is left alone.
+    """
     mode = os.environ.get(MODE_VARIABLE)
     if mode == "cpu":
         from moe_asyncrl.engine.plugin.cpu import register_cpu
