@@ -18,10 +18,10 @@ import torch.distributed as dist
 from moe_asyncrl.data.errors import DeadlineExceeded, UserError
 from moe_asyncrl.models.algebra import HfTensor
 from moe_asyncrl.models.layout import Layout
-from moe_asyncrl.models.shards import rank_shards
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.weights.agree import agree, lowest_failed
 from moe_asyncrl.weights.gather_plan import BucketPlan, Message, plan_gather
+from moe_asyncrl.weights.pack import parameter_problem
 
 DEFAULT_BUCKET_BYTES = 256 * 1024 * 1024
 
@@ -78,7 +78,8 @@ def iter_hf_tensors(
         raise UserError(f"a weight bucket must hold at least 1 byte, not {max_bytes}")
     with agree("preparing the weights", group=group):
         plan = plan_gather(spec, layout, max(1, max_bytes // dtype.itemsize))
-        _check_params(local_params, spec, layout, rank)
+        if problem := parameter_problem(local_params, spec, layout, rank):
+            raise UserError(f"rank {rank}: {problem}")
     device = next(iter(local_params.values())).device
     try:
         for bucket in plan:
@@ -91,18 +92,6 @@ def iter_hf_tensors(
     except GeneratorExit:
         _go_on(rank, layout, group, stop=True)
         raise
-
-
-def _check_params(local_params: Mapping[str, torch.Tensor], spec: ModelSpec, layout: Layout, rank: int) -> None:
-    for shard in rank_shards(spec, layout, rank):
-        found = local_params.get(shard.entry.name)
-        if found is None:
-            raise UserError(f"rank {rank}: Megatron parameter {shard.entry.name} is missing")
-        if tuple(found.shape) != shard.shape:
-            raise UserError(
-                f"rank {rank}: Megatron parameter {shard.entry.name} has shape {list(found.shape)}, "
-                f"the layout needs {list(shard.shape)}"
-            )
 
 
 def _go_on(rank: int, layout: Layout, group: dist.ProcessGroup | None, *, stop: bool) -> None:

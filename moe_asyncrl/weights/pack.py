@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from moe_asyncrl.data.errors import UserError
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.shards import rank_shards
 from moe_asyncrl.models.spec import ModelSpec
@@ -18,17 +17,18 @@ Kept = Callable[[int, torch.Tensor], None]
 """Is shown each piece that was written: its number in the plan, and its elements in the type that they travel in."""
 
 
-def check_parameters(parameters: Parameters, spec: ModelSpec, layout: Layout, rank: int) -> None:
-    """Raise UserError unless a rank has every parameter that the layout gives it, in the right shape."""
+def parameter_problem(parameters: Parameters, spec: ModelSpec, layout: Layout, rank: int) -> str | None:
+    """What keeps a rank from having every parameter that the layout gives it, in the right shape; None if it has."""
     for shard in rank_shards(spec, layout, rank):
         found = parameters.get(shard.entry.name)
         if found is None:
-            raise UserError(f"Megatron parameter {shard.entry.name} is missing")
+            return f"Megatron parameter {shard.entry.name} is missing"
         if tuple(found.shape) != shard.shape:
-            raise UserError(
+            return (
                 f"Megatron parameter {shard.entry.name} has shape {list(found.shape)}, the layout needs "
                 f"{list(shard.shape)}"
             )
+    return None
 
 
 def piece_at_source(origin: Origin, parameters: Parameters) -> torch.Tensor:

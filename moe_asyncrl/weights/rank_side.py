@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_asyncrl.data.errors import first_line
+from moe_asyncrl.data.errors import UserError, first_line
 from moe_asyncrl.models.layout import Layout
 from moe_asyncrl.models.spec import ModelSpec
 from moe_asyncrl.weights.changes import Encoded, encode_changes
@@ -20,7 +20,7 @@ from moe_asyncrl.weights.group import Rendezvous, connect, drop
 from moe_asyncrl.weights.letters import Letter, in_order
 from moe_asyncrl.weights.message import dense_header, message_bytes
 from moe_asyncrl.weights.orders import Announce, Answer, AnyOrder, Connect, Drop, MakePlan, Open, Send, Settle
-from moe_asyncrl.weights.pack import Parameters, check_parameters
+from moe_asyncrl.weights.pack import Parameters, parameter_problem
 from moe_asyncrl.weights.plan import Plan
 from moe_asyncrl.weights.plan_check import check
 from moe_asyncrl.weights.plan_make import make_plan
@@ -158,7 +158,8 @@ class RankSide:
         self._watch("announce", 0)
         work = self._the_work
         parameters = self._parameters()
-        check_parameters(parameters, self._spec, self._layout, self.rank)
+        if problem := parameter_problem(parameters, self._spec, self._layout, self.rank):
+            raise UserError(problem)
         whole = tuple(
             Letter(self.rank, m.stream, -1, message_bytes(header, m.payload_bytes), len(header))
             for m, header in zip(work.sends, self._headers, strict=True)
