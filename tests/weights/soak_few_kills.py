@@ -5,32 +5,14 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.engines.fixtures import TestEngine
-from tests.pool.pool import WorkerPool
 from tests.weights.kills import BOUND_S, Trainer, fall, flow_over, has_served, judged, patient_pool, stop_and_go
 from tests.weights.mix import Mixed
-from tests.weights.test_publish import engines_two
-from tests.weights.test_storm import second
+from tests.weights.test_kills import engines_two, mixed, second, trainer
 
-__all__ = ["engines_two", "second"]
-
-
-@pytest.fixture
-def mixed(engines_two: tuple[TestEngine, TestEngine], second: Path) -> Mixed:
-    return Mixed(engines_two[0].model, second)
-
-
-@pytest.fixture
-def trainer(pool: WorkerPool, engines_two: tuple[TestEngine, TestEngine], second: Path) -> Iterator[Trainer]:
-    """On the session's workers, since no rank dies."""
-    made = Trainer(pool, {e.name: e for e in engines_two}, second)
-    yield made
-    made.stop()
+__all__ = ["engines_two", "mixed", "second", "trainer"]
 
 
 def test_an_engine_that_hangs_in_a_transfer_and_a_sender_of_an_old_epoch(
