@@ -15,12 +15,12 @@ from tests.train.parity_jobs import packed
 
 
 def score(layout: Layout, hf_dir: str, ids: list[int], swap_in: int) -> tuple[list[float], list[float]]:
-    """Log-probabilities of ids[1:], then the same with experts 0 and 1 of layer `swap_in` exchanged.
+    """Log-probabilities of ids[1:] in float64, then the same with experts 0 and 1 of layer `swap_in` exchanged.
 
     Layouts of one pipeline stage and one tensor-parallel rank; every rank scores the whole text.
     """
     spec = ModelSpec.from_hf(hf_dir)
-    chunks = build_model(spec, layout, CPU)
+    chunks = build_model(spec, layout, CPU, dtype=torch.float64, router_dtype="fp64")
     load_hf(chunks, spec, layout, hf_dir)
     right = _logprobs(chunks[0], ids)
     parameters = global_parameters(chunks, spec, layout, dist.get_rank())
@@ -38,5 +38,5 @@ def _logprobs(model: torch.nn.Module, ids: list[int]) -> list[float]:
     tokens = torch.tensor([ids])
     with torch.no_grad():
         logits = model(tokens, torch.arange(len(ids))[None], None, packed_seq_params=packed((len(ids),)))[0]
-        found = torch.log_softmax(logits[:-1].float(), -1).gather(1, tokens[0, 1:, None])
+        found = torch.log_softmax(logits[:-1], -1).gather(1, tokens[0, 1:, None])
     return [float(value) for value in found[:, 0]]
