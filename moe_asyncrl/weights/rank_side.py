@@ -160,11 +160,12 @@ class RankSide:
         parameters = self._parameters()
         if problem := parameter_problem(parameters, self._spec, self._layout, self.rank):
             raise UserError(problem)
-        whole = tuple(
-            Letter(self.rank, m.stream, -1, message_bytes(header, m.payload_bytes), len(header))
-            for m, header in zip(work.sends, self._headers, strict=True)
-        )
-        if self._settings.coder is not None:
+        if self._settings.coder is None:
+            whole = tuple(
+                Letter(self.rank, m.stream, -1, message_bytes(header, m.payload_bytes), len(header))
+                for m, header in zip(work.sends, self._headers, strict=True)
+            )
+        else:
             whole = tuple(letter_of(self.rank, m, c) for m, c in zip(work.sends, self._coded, strict=True))
         self._encoded = None
         whole_bytes = sum(letter.nbytes for letter in whole)

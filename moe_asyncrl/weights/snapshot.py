@@ -16,22 +16,14 @@ more, in full, goes on where it was: `store` what had no turn, no second `begin`
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
+from moe_asyncrl.data.weights import Base
 from moe_asyncrl.weights.sparse import Encoded, encode
 
 Key = TypeVar("Key", bound=Hashable)
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """What both sides hold."""
-
-    version: int
-    manifest: str
 
 
 class Snapshot(Generic[Key]):
@@ -101,7 +93,7 @@ class Snapshot(Generic[Key]):
         if missing:
             one = next(iter(missing))
             raise ValueError(f"version {version} cannot be committed: {len(missing)} pieces had no turn, as {one}")
-        self._pending, self._against, self._base = None, None, Base(version, manifest)
+        self._pending, self._against, self._base = None, None, Base(version=version, manifest=manifest)
 
     def forget(self) -> None:
         """Drop the copies: after the plan has changed, or to free the memory."""

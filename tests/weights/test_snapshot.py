@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moe_asyncrl.data.weights import Base
 from moe_asyncrl.weights.message_part import Part
-from moe_asyncrl.weights.snapshot import Base, Snapshot
+from moe_asyncrl.weights.snapshot import Snapshot
 from moe_asyncrl.weights.sparse import decode
 
 
@@ -36,7 +37,7 @@ def test_an_engine_that_applies_every_delta_holds_the_same_bits() -> None:
     assert snapshot.nbytes == 2 * (700 + 2000 + 1)
     for version in (2, 3, 4):
         weights = stepped(weights, version)
-        assert snapshot.begin(version) == Base(version - 1, f"m{version - 1}")
+        assert snapshot.begin(version) == Base(version=version - 1, manifest=f"m{version - 1}")
         for key, new in weights.items():
             encoded = snapshot.changed(key, new, max_fraction=100)
             assert encoded.blob is not None and encoded.changed == int((engine[key] != new).sum())
@@ -75,7 +76,7 @@ def test_an_update_that_is_given_up_leaves_no_base() -> None:
     with pytest.raises(ValueError, match="version 2 cannot be committed: the copy holds what version 3 sends"):
         snapshot.commit(2, "m")
     snapshot.commit(3, "m3")
-    assert snapshot.base == Base(3, "m3")
+    assert snapshot.base == Base(version=3, manifest="m3")
 
 
 def test_too_many_changes_are_sent_whole_and_the_copy_is_right_for_the_next_delta() -> None:
