@@ -40,11 +40,6 @@ class SendFailed(UserError):
 class Sender(Protocol):
     """The messages of one rank in one update. All calls but `close` raise SendFailed."""
 
-    @property
-    def device(self) -> torch.device:
-        """Where messages are built."""
-        ...
-
     def room(self, stream: int, nbytes: int) -> torch.Tensor:
         """Memory for the next message of a stream: uint8 [nbytes]. `send` it before the next call."""
         ...
@@ -103,15 +98,10 @@ class GroupSender:
         self._links = links
         self._depth = depth
         self._waits = waits
-        self._device = device
         self._free = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(depth)]
         self._on_the_way: deque[tuple[Callable[[], bool], list[Any], torch.Tensor, str]] = deque()
         self._current: torch.Tensor | None = None
         self._waiter = ThreadPoolExecutor(1, "weights-send")
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     def room(self, stream: int, nbytes: int) -> torch.Tensor:
         while self._on_the_way and (not self._free or self._on_the_way[0][0]()):
@@ -190,7 +180,6 @@ class FolderSender:
         self._waits = waits
         self._current: torch.Tensor | None = None
         self._threads = ThreadPoolExecutor(depth, "weights-write")
-        self.device = torch.device("cpu")
 
     def room(self, stream: int, nbytes: int) -> torch.Tensor:
         while self._writing and (not self._free or self._writing[0][0].done()):
@@ -233,7 +222,6 @@ class RingSender:
     def __init__(self, rings: Mapping[int, RingWriter], waits: Waits) -> None:
         self._rings = rings
         self._waits = waits
-        self.device = torch.device("cpu")
 
     def room(self, stream: int, nbytes: int) -> torch.Tensor:
         try:
