@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 
 from tests.engine import sender
-from tests.engine.test_receiver import EPOCHS, TOLERANCE, deviation, one, request
+from tests.engine.test_receiver import TOLERANCE, deviation, one, request
+from tests.engines.epochs import next_epoch
 from tests.engines.fixtures import TestEngine
 from tests.engines.models import Reference, make_model
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "gpt_oss"])
 def test_places_equal_the_loader(engine: Callable[..., TestEngine], tmp_path: Path, family: str) -> None:
-    target, epoch = engine(family=family), next(EPOCHS)
+    target, epoch = engine(family=family), next_epoch()
     models = [Reference(make_model(family, tmp_path / f"model-{seed}", seed=seed)) for seed in (1, 2)]
 
     async def go() -> None:

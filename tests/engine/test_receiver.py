@@ -23,13 +23,13 @@ from moe_asyncrl.engine.errors import EngineRefused, EngineUnwell
 from moe_asyncrl.weights.message_part import whole_part
 from moe_asyncrl.weights.ring import RingWriter
 from tests.engine import sender
+from tests.engines.epochs import next_epoch
 from tests.engines.fixtures import EngineHouse, TestEngine
 from tests.engines.models import Reference, make_model
 
 TOLERANCE = 1e-5
 FAMILY = "qwen3_moe"
 COUNTER = itertools.count()
-EPOCHS = itertools.count(1)
 PROMPT = [5, 9, 33, 80, 101, 7, 8]
 
 
@@ -83,7 +83,7 @@ def test_full_by_places_and_changes_equal_the_loader(
     fresh: TestEngine, models: list[Reference], tmp_path: Path
 ) -> None:
     first, second = (sender.read(m.path) for m in models)
-    epoch = next(EPOCHS)
+    epoch = next_epoch()
 
     async def body(client: EngineClient) -> None:
         async def push(messages: list[torch.Tensor], version: int, base: Base | None = None) -> Base:
@@ -136,7 +136,7 @@ DAMAGE: dict[str, tuple[Callable[[list[torch.Tensor]], list[torch.Tensor]], str]
 def test_damage_is_refused_and_nothing_mixed_is_served(
     fresh: TestEngine, models: list[Reference], tmp_path: Path, damage: str
 ) -> None:
-    weights, epoch = sender.read(models[0].path), next(EPOCHS)
+    weights, epoch = sender.read(models[0].path), next_epoch()
     right = sender.full(weights, FAMILY, epoch=epoch, version=8)
     sent, text = right, ""
     if damage in DAMAGE:
@@ -190,8 +190,8 @@ def test_damage_is_refused_and_nothing_mixed_is_served(
 
 def test_orders_that_are_refused(fresh: TestEngine, models: list[Reference], tmp_path: Path) -> None:
     weights = sender.read(models[0].path)
-    next(EPOCHS)
-    epoch = next(EPOCHS)
+    next_epoch()
+    epoch = next_epoch()
     messages = sender.full(weights, FAMILY, epoch=epoch, version=3, limit=1 << 30)
 
     async def body(client: EngineClient) -> None:
@@ -251,7 +251,7 @@ def test_orders_that_are_refused(fresh: TestEngine, models: list[Reference], tmp
 
 
 def test_no_prefix_is_shared_over_a_commit(fresh: TestEngine, models: list[Reference], tmp_path: Path) -> None:
-    weights, epoch = sender.read(models[0].path), next(EPOCHS)
+    weights, epoch = sender.read(models[0].path), next_epoch()
     messages = sender.full(weights, FAMILY, epoch=epoch, version=1)
     prompt = list(range(10, 74))
 
@@ -290,7 +290,7 @@ def test_no_prefix_is_shared_over_a_commit(fresh: TestEngine, models: list[Refer
 def test_a_request_that_lives_through_an_update(
     fresh: TestEngine, models: list[Reference], tmp_path: Path, mode: str
 ) -> None:
-    epoch = next(EPOCHS)
+    epoch = next_epoch()
     messages = sender.full(sender.read(models[0].path), FAMILY, epoch=epoch, version=1)
 
     async def body(client: EngineClient) -> Completion:
@@ -333,7 +333,7 @@ async def transfer(client: EngineClient, asked: Prepare, expected: str) -> None:
 
 def test_broadcast_and_slices_to_two_ranks(engine: Callable[..., TestEngine], models: list[Reference]) -> None:
     """Several messages in flight in a real group; then point to point, with messages of its own for each rank."""
-    target, epoch = engine(tp=2, ep=2), next(EPOCHS)
+    target, epoch = engine(tp=2, ep=2), next_epoch()
     target.reset()
     first, second = (sender.read(m.path) for m in models)
 
@@ -391,7 +391,7 @@ def test_broadcast_and_slices_to_two_ranks(engine: Callable[..., TestEngine], mo
 def test_thirty_updates_leave_nothing_behind(fresh: TestEngine, models: list[Reference], tmp_path: Path) -> None:
     """Through shared memory, each with a ring of its own, and a process group formed and left every fifth time."""
     weights = sender.read(models[0].path)
-    epoch = next(EPOCHS)
+    epoch = next_epoch()
 
     def used() -> tuple[int, int, int]:
         family = psutil.Process(fresh.server.pid).children(recursive=True)
@@ -442,7 +442,7 @@ def test_an_engine_gives_its_weights_to_another(
 ) -> None:
     late = engine(index=1)
     late.reset()
-    epoch = next(EPOCHS)
+    epoch = next_epoch()
     messages = sender.full(sender.read(models[0].path), FAMILY, epoch=epoch, version=5)
 
     async def body(client: EngineClient) -> None:

@@ -17,6 +17,7 @@ from moe_asyncrl.engine.errors import EngineRefused
 from moe_asyncrl.engine.plugin.weights_state import Holding, Refused
 from moe_asyncrl.weights.turns import Move, Turn, Turns
 from tests.engine.test_updates import busy, deviation, request
+from tests.engines.epochs import next_epoch
 from tests.engines.fixtures import EngineHouse, TestEngine
 from tests.engines.models import Reference, make_model
 
@@ -33,34 +34,36 @@ def test_a_turn_in_its_order_and_nothing_out_of_it(
 ) -> None:
     """A request lives through a turn; another one comes while the engine sleeps; both wait and are answered rightly."""
     other = Reference(make_model("qwen3_moe", tmp_path_factory.mktemp("slept") / "model", seed=1))
+    # The engine serves other tests too, and has seen their epochs.
+    epoch = next_epoch()
 
     async def go(client: EngineClient) -> tuple[object, Completion, object, Completion]:
-        await refused(client.sleep(epoch=0, deadline_s=20), "has to be paused before it sleeps")
+        await refused(client.sleep(epoch=epoch, deadline_s=20), "has to be paused before it sleeps")
         first, living = await busy(client, 600)
         await client.pause(mode="in_place", deadline_s=20)
-        await refused(client.sleep(epoch=0, deadline_s=20), r"it is not idle: 1 requests run")
+        await refused(client.sleep(epoch=epoch, deadline_s=20), r"it is not idle: 1 requests run")
         assert (await client.hold(deadline_s=20)).released == ()
         await client.pause(mode="retract", deadline_s=20)
-        held = await client.sleep(epoch=3, deadline_s=20)
+        held = await client.sleep(epoch=epoch, deadline_s=20)
         assert (held.state, held.released) == ("asleep", ("weights", "cache")) and held.reason
 
         second = request(8)
         waiting = asyncio.create_task(client.generate([second], deadline_s=60))
         await refused(client.resume(deadline_s=20), "cannot go on, its weights are asleep")
-        await refused(client.sleep(epoch=3, deadline_s=20), "cannot sleep: it is asleep")
+        await refused(client.sleep(epoch=epoch, deadline_s=20), "cannot sleep: it is asleep")
         await refused(client.checksum(deadline_s=20), "given back")
         await refused(client.load_weights(str(other.path), 7, flush=False, deadline_s=20), "given back; wake it first")
-        await refused(client.wake("cache", epoch=3, deadline_s=20), "after the commit of new weights")
+        await refused(client.wake("cache", epoch=epoch, deadline_s=20), "after the commit of new weights")
         with pytest.raises(StaleEpoch):
             await client.wake("weights", epoch=-2, deadline_s=20)
-        assert (await client.wake("weights", epoch=3, deadline_s=20)).released == ("cache",)
-        await refused(client.wake("weights", epoch=3, deadline_s=20), "memory of weights is not given back")
+        assert (await client.wake("weights", epoch=epoch, deadline_s=20)).released == ("cache",)
+        await refused(client.wake("weights", epoch=epoch, deadline_s=20), "memory of weights is not given back")
         # Memory alone is no weights.
         await refused(client.resume(deadline_s=20), "cannot go on, its weights are asleep")
         await client.load_weights(str(other.path), 7, flush=False, deadline_s=60)
         await refused(client.resume(deadline_s=20), "its memory of cache is given back")
         assert not waiting.done() and not living.done()
-        held = await client.wake("cache", epoch=3, deadline_s=20)
+        held = await client.wake("cache", epoch=epoch, deadline_s=20)
         assert (held.state, held.released, held.version) == ("serving", (), 7)
         await client.resume(deadline_s=20)
         return first, (await living)[0], second, (await waiting)[0]

@@ -27,6 +27,7 @@ from moe_asyncrl.telemetry.jsonl import JsonlWriter
 from moe_asyncrl.train.publish import Publisher
 from moe_asyncrl.weights.attempt import Held
 from moe_asyncrl.weights.engine_layout import EngineLayout
+from tests.engines.epochs import next_epoch
 from tests.pool.machine import CPU
 from tests.weights.support import UPDATE_S, MemoryControl, make_client
 
@@ -83,7 +84,7 @@ def start(
         join_control=control if rank == 0 and joiners else None,
         copy=copy if rank == 0 else None,
         bucket_bytes=bucket_bytes,
-        epoch=int(time.monotonic() * 10),
+        epoch=next_epoch(),
         folder=None if folder is None else Path(folder),
         layout_of=lambda m: EngineLayout(tp=m.world_size, ep=m.world_size),
         watch=lambda phase, turn: HELD["strike"](phase, turn) if "strike" in HELD else None,
