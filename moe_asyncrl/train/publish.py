@@ -146,6 +146,7 @@ class Publisher:
             timeout_s=weights.timeout_s,
             keep_copies=weights.delta == "auto",
             max_fraction=weights.delta_max_fraction,
+            threads=torch.get_num_threads(),
             coder=coder,
         )
         self._side = RankSide(spec, layout, rank, parameters, settings, group=group, watch=watch)

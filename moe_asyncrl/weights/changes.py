@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Lock
 
 import msgspec
 import torch
@@ -33,26 +35,40 @@ class Encoded:
 
 
 def encode_changes(
-    work: Work, parameters: Parameters, snapshot: Snapshot[int], *, version: int, bucket_bytes: int, max_fraction: float
+    work: Work,
+    parameters: Parameters,
+    snapshot: Snapshot[int],
+    *,
+    version: int,
+    bucket_bytes: int,
+    max_fraction: float,
+    threads: int = 1,
 ) -> Encoded | None:
     """What changed in all pieces of a rank since the snapshot's base; the snapshot moves on to `version`.
 
     None: the changes would take more than `max_fraction` of the pieces' bytes, or the snapshot has no base. Then the
-    next update has to be a full one.
+    next update has to be a full one. `threads` compare at once; the same bytes whatever their number.
     """
     if snapshot.begin(version) is None:
         return None
     pieces = _pieces(work)
-    left = max_fraction * sum(part.elements * part.itemsize for part in pieces.values()) + ROOM
-    found: dict[int, sparse.Encoded] = {}
-    for number, part in pieces.items():
+    budget = _Budget(int(max_fraction * sum(part.elements * part.itemsize for part in pieces.values())) + ROOM)
+
+    def compare(item: tuple[int, Part]) -> sparse.Encoded | None:
+        number, part = item
+        if budget.left < 0:
+            return None
         value = piece_at_source(work.origins[number], parameters).to(getattr(torch, part.dtype)).contiguous()
         # Small pieces may change altogether: what counts is the sum.
-        encoded = snapshot.changed(number, value, max_fraction=max(left, 0) / max(1, value.nbytes))
-        if encoded.blob is None:
-            return None
-        left -= encoded.blob.nbytes if encoded.changed else 0
-        found[number] = encoded
+        encoded = snapshot.changed(number, value, max_fraction=budget.left / max(1, value.nbytes))
+        budget.take(encoded)
+        return encoded
+
+    with ThreadPoolExecutor(threads) as pool:
+        compared = dict(zip(pieces, pool.map(compare, pieces.items()), strict=True))
+    if budget.left < 0:
+        return None
+    found = {number: encoded for number, encoded in compared.items() if encoded is not None}
     letters: list[Letter] = []
     blobs: list[torch.Tensor] = []
     for sender, stream, parts in _messages(work, found, bucket_bytes):
@@ -61,6 +77,22 @@ def encode_changes(
         blobs.append(blob)
     changed = sum(encoded.changed for encoded in found.values())
     return Encoded(tuple(letters), tuple(blobs), changed, sum(encoded.elements for encoded in found.values()))
+
+
+class _Budget:
+    """Bytes that changes may still take; below zero: too many. Shared by threads."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self._lock = Lock()
+
+    def take(self, encoded: sparse.Encoded) -> None:
+        """Count what a piece's changes take."""
+        with self._lock:
+            if encoded.blob is None:
+                self.left = -1
+            elif encoded.changed:
+                self.left -= encoded.blob.nbytes
 
 
 def _pieces(work: Work) -> dict[int, Part]:

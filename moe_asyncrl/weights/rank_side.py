@@ -47,6 +47,8 @@ class Settings:
     """Of what was sent, so that the next update may send changes alone."""
     max_fraction: float
     """Changes that take more than this of the bytes of a rank's pieces are not worth sending."""
+    threads: int = 1
+    """That look for changes at once."""
     coder: Coder | None = None
     """Of weights that engines hold in another form. Only whole weights to all are sent then: no changes, no slices."""
 
@@ -180,6 +182,7 @@ class RankSide:
             version=order.version,
             bucket_bytes=self._settings.bucket_bytes,
             max_fraction=self._settings.max_fraction,
+            threads=self._settings.threads,
         )
         if found is None:
             return Answer(whole_bytes=whole_bytes, too_much=True)
