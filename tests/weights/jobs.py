@@ -51,6 +51,7 @@ def start(
     weights: dict[str, Any] | None = None,
     folder: str | None = None,
     joiners: bool = False,
+    colocated: bool = False,
 ) -> None:
     """Build and load the model on this rank, and make its publisher.
 
@@ -77,7 +78,12 @@ def start(
         layout,
         rank,
         weights=Weights(timeout_s=step_s, **(weights or {})),
-        engine=Engine(count=expected or len(members), dtype=dtype, start_timeout_s=start_timeout_s),  # type: ignore[arg-type]
+        engine=Engine(
+            count=expected or len(members),
+            dtype=dtype,  # type: ignore[arg-type]
+            start_timeout_s=start_timeout_s,
+            colocated=colocated,
+        ),
         connect=lambda m: make_client(chosen.get(m.name, "plain"), m, known.get(m.name, 0)) if rank == 0 else None,  # type: ignore[arg-type,return-value]
         control=control if rank == 0 else None,
         events=JsonlWriter(Path(events)) if events and rank == 0 else None,
@@ -169,6 +175,15 @@ def age_expert(step: int, scale: float = 0.02) -> None:
 def export(out: str) -> None:
     """Write the model as it is now."""
     export_hf(HELD["chunks"], HELD["spec"], HELD["layout"], out, source_hf_dir=HELD["source"], dtype=torch.float32)
+
+
+def rest() -> str:
+    """Let the trainer have its turn; the error, if there is one."""
+    try:
+        HELD["publisher"].rest()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def publish(version: int) -> dict[str, Any]:

@@ -126,6 +126,7 @@ class Soak:
         with flow_over([good, victim], self._seed) as flow:
             for one in (good, victim):
                 flow.wait(has_served(one.name, 0), 120, "replies of the first version")
+            self._ready(trainer, phase)
             trainer.job("arm", rank=0, phase=phase, turn=turn, number=number, pid=pid, group=group)
             report = trainer.publish(1)
             assert report["struck"] is not None, f"{phase} {turn} never came"
@@ -152,6 +153,11 @@ class Soak:
         judged(self._mixed, flow, good=[good.name, again.name], of_versions=[2])
         self._say(f"{'hang' if hang else 'kill'} of {key} at {phase} {turn}", took, back)
 
+    def _ready(self, trainer: Trainer, phase: str) -> None:
+        """Groups last from update to update: only a new trainer forms them again."""
+        if phase == "connect":
+            trainer.start(**self._ways)
+
     def _say(self, what: str, took: float, back: float) -> None:
         kind = what.split(" at ")[0].split(" of ")[0]
         self.longest[kind] = round(max(self.longest.get(kind, 0.0), took), 1)
@@ -165,6 +171,7 @@ class Soak:
         with flow_over(engines, self._seed) as flow:
             for one in engines:
                 flow.wait(has_served(one.name, 0), 120, "replies of the first version")
+            self._ready(trainer, phase)
             fallen = fall(trainer, rank, phase, turn, 1, self._folder / "notes")
             began = time.monotonic()
             trainer.start(**self._ways)
