@@ -39,7 +39,9 @@ async def by_metadata(prompt, completion, answer, metadata):
         await asyncio.sleep(3600)
     if what == "nan":
         return float("nan")
-    return {"total": 1 + completion.count("a") / 100 + metadata["level"] / 1000, "letters": len(completion)}
+    # Letters that about half of all are: a run in which every group's rewards are equal would learn nothing.
+    liked = sum(c in "abcdefghijklmnopqr" for c in completion)
+    return {"total": 1 + liked / 100 + metadata["level"] / 1000, "letters": len(completion)}
 
 
 def always_fails(prompt, completion, answer, metadata):
