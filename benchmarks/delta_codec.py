@@ -5,7 +5,7 @@
 bfloat16 weights, normal with a standard deviation of 0.02, of which a float32 master has taken one step of a given size
 up or down in every element, as Adam's are. Two codecs, in turn, one thread:
 
-    positions  `moe_asyncrl.weights.sparse`: low bytes of positions, changes in each block, new values
+    positions  `moe_asyncrl.weights.sparse_encode`: low bytes of positions, changes in each block, new values
     zstd       the same, and zstd (level 1) on top
     xor        XOR of the bits, zstd (level 1)
 
@@ -27,7 +27,8 @@ import zstandard
 
 from benchmarks.report import print_result
 from moe_asyncrl.weights.message_part import Part, place_parts, whole_part
-from moe_asyncrl.weights.sparse import bits, decode, decode_all, encode
+from moe_asyncrl.weights.sparse import bits, decode, decode_all
+from moe_asyncrl.weights.sparse_encode import encode
 
 STEPS = (1e-7, 3e-7, 1e-6, 1e-5)
 CHANGES_OF_RATIOS = 3e-7

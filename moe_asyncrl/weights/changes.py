@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Lock
+from typing import TypeVar
 
 import msgspec
 import torch
 
-from moe_asyncrl.weights import sparse
 from moe_asyncrl.weights.letters import Letter
 from moe_asyncrl.weights.message import PREFIX_BYTES, message_bytes, payload_view, sparse_header
 from moe_asyncrl.weights.message_part import Part, place_parts
 from moe_asyncrl.weights.pack import Parameters, piece_at_source
 from moe_asyncrl.weights.snapshot import Snapshot
+from moe_asyncrl.weights.sparse_encode import Encoded as EncodedPiece
+from moe_asyncrl.weights.sparse_encode import Encoding, Flags
 from moe_asyncrl.weights.work import Work
 
+T = TypeVar("T")
 ROOM = 1 << 16
 """Bytes that changes may take whatever the model's size: heads of blobs alone are more than a tiny model's fraction."""
 
@@ -47,28 +50,26 @@ def encode_changes(
     """What changed in all pieces of a rank since the snapshot's base; the snapshot moves on to `version`.
 
     None: the changes would take more than `max_fraction` of the pieces' bytes, or the snapshot has no base. Then the
-    next update has to be a full one. `threads` compare at once; the same bytes whatever their number.
+    next update has to be a full one. `threads`: beside this one; the bytes are the same whatever their number.
     """
     if snapshot.begin(version) is None:
         return None
     pieces = _pieces(work)
-    budget = _Budget(int(max_fraction * sum(part.elements * part.itemsize for part in pieces.values())) + ROOM)
+    left = max_fraction * sum(part.elements * part.itemsize for part in pieces.values()) + ROOM
+    found: dict[int, EncodedPiece] = {}
 
-    def compare(item: tuple[int, Part]) -> sparse.Encoded | None:
-        number, part = item
-        if budget.left < 0:
-            return None
-        value = piece_at_source(work.origins[number], parameters).to(getattr(torch, part.dtype)).contiguous()
+    def look(number: int) -> tuple[int, Encoding, list[Flags]]:
+        value = piece_at_source(work.origins[number], parameters)
+        encoding = snapshot.compare(number, value.to(getattr(torch, pieces[number].dtype)).contiguous())
+        return number, encoding, [encoding.look(start) for start in encoding.spans]
+
+    for number, encoding, flags in _ahead(look, pieces, threads):
         # Small pieces may change altogether: what counts is the sum.
-        encoded = snapshot.changed(number, value, max_fraction=budget.left / max(1, value.nbytes))
-        budget.take(encoded)
-        return encoded
-
-    with ThreadPoolExecutor(threads) as pool:
-        compared = dict(zip(pieces, pool.map(compare, pieces.items()), strict=True))
-    if budget.left < 0:
-        return None
-    found = {number: encoded for number, encoded in compared.items() if encoded is not None}
+        encoded = encoding.take_all(flags, int(left))
+        if encoded.blob is None:
+            return None
+        left -= encoded.blob.nbytes if encoded.changed else 0
+        found[number] = encoded
     letters: list[Letter] = []
     blobs: list[torch.Tensor] = []
     for sender, stream, parts in _messages(work, found, bucket_bytes):
@@ -79,20 +80,16 @@ def encode_changes(
     return Encoded(tuple(letters), tuple(blobs), changed, sum(encoded.elements for encoded in found.values()))
 
 
-class _Budget:
-    """Bytes that changes may still take; below zero: too many. Shared by threads."""
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-        self._lock = Lock()
-
-    def take(self, encoded: sparse.Encoded) -> None:
-        """Count what a piece's changes take."""
-        with self._lock:
-            if encoded.blob is None:
-                self.left = -1
-            elif encoded.changed:
-                self.left -= encoded.blob.nbytes
+def _ahead(call: Callable[[int], T], numbers: Iterable[int], threads: int) -> Iterator[T]:
+    """What `call` gives for each number, in their order; other threads are ahead by as many as they are."""
+    with ThreadPoolExecutor(threads) as pool:
+        waiting: deque[Future[T]] = deque()
+        for number in numbers:
+            waiting.append(pool.submit(call, number))
+            if len(waiting) > threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def _pieces(work: Work) -> dict[int, Part]:
@@ -100,7 +97,7 @@ def _pieces(work: Work) -> dict[int, Part]:
 
 
 def _messages(
-    work: Work, found: Mapping[int, sparse.Encoded], bucket_bytes: int
+    work: Work, found: Mapping[int, EncodedPiece], bucket_bytes: int
 ) -> Iterator[tuple[int, int, list[tuple[int, Part]]]]:
     """(sender, stream, pieces) of each message: pieces of one stream in their order until a bucket is full.
 
@@ -129,7 +126,7 @@ def _messages(
 
 
 def _message(
-    rank: int, sender: int, stream: int, pieces: list[tuple[int, Part]], found: Mapping[int, sparse.Encoded]
+    rank: int, sender: int, stream: int, pieces: list[tuple[int, Part]], found: Mapping[int, EncodedPiece]
 ) -> tuple[Letter, torch.Tensor]:
     blobs = [found[number].blob for number, _ in pieces]
     parts, payload_bytes = place_parts(

@@ -48,7 +48,7 @@ class Settings:
     max_fraction: float
     """Changes that take more than this of the bytes of a rank's pieces are not worth sending."""
     threads: int = 1
-    """That look for changes at once."""
+    """That look for changes, beside the one that writes them down."""
     coder: Coder | None = None
     """Of weights that engines hold in another form. Only whole weights to all are sent then: no changes, no slices."""
 

@@ -7,9 +7,9 @@ When the copy is worth something: engines hold version v only once all of them h
 base, (version, manifest), from `commit` until the next `begin`, and none in between: then it holds, piece by piece,
 what the update under way sends. An update that is given up leaves no base, and the next one has to be full.
 
-    begin(v)  →  changed(key, new) or store(key, new) for each piece  →  commit(v, manifest)
+    begin(v)  →  compare(key, new) or store(key, new) for each piece  →  commit(v, manifest)
 
-After `changed` the copy is `new`, so a piece may be sent whole after all without `store`. A version that is sent once
+After `take_all` the copy is `new`, so a piece may be sent whole after all without `store`. A version that is sent once
 more, in full, goes on where it was: `store` what had no turn, no second `begin`.
 """
 
@@ -21,13 +21,13 @@ from typing import Generic, TypeVar
 import torch
 
 from moe_asyncrl.data.weights import Base
-from moe_asyncrl.weights.sparse import Encoded, encode
+from moe_asyncrl.weights.sparse_encode import Encoding
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 class Snapshot(Generic[Key]):
-    """See the module. Calls for different pieces may run on several threads at once: most of their time is NumPy's."""
+    """See the module. Calls for different pieces may run on several threads at once."""
 
     def __init__(self) -> None:
         self._copies: dict[Key, torch.Tensor] = {}
@@ -47,17 +47,18 @@ class Snapshot(Generic[Key]):
         return sum(copy.nbytes for copy in self._copies.values())
 
     def begin(self, version: int) -> Base | None:
-        """An update to `version` is being made. Returns the base for `changed`; from now on the copy has none."""
+        """An update to `version` is being made. Returns the base for `compare`; from now on the copy has none."""
         self._pending, self._against, self._base = version, self._base, None
         self._done = set()
         return self._against
 
-    def changed(self, key: Key, new: torch.Tensor, *, max_fraction: float = 1.0) -> Encoded:
+    def compare(self, key: Key, new: torch.Tensor) -> Encoding:
         """What changed in a piece since the base; the copy becomes `new` on the way, also where it is too much to send.
+
+        That is once `take_all` of what is returned was called; without it, another `begin` has to follow.
 
         Args:
             new: the piece, contiguous, row by row, in the dtype it travels as. From a GPU it is copied here first.
-            max_fraction: see `sparse.encode`.
 
         Raises:
             ValueError: no update has begun, it has no base, the piece is unknown, comes twice, or has another size.
@@ -68,10 +69,10 @@ class Snapshot(Generic[Key]):
         if self._against is None or key not in self._copies:
             raise ValueError(f"there is no copy of {key} that the engines hold: it has to be sent whole")
         self._done.add(key)
-        return encode(self._copies[key], new.cpu(), max_fraction=max_fraction, update=True)
+        return Encoding(self._copies[key], new.cpu(), update=True)
 
     def store(self, key: Key, new: torch.Tensor) -> None:
-        """Keep a piece that is sent whole: as in `changed`. Raises ValueError: no update has begun."""
+        """Keep a piece that is sent whole: as in `compare`. Raises ValueError: no update has begun."""
         self._begun()
         copy = self._copies.get(key)
         if copy is None or copy.dtype != new.dtype or copy.numel() != new.numel():

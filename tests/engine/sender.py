@@ -20,7 +20,7 @@ from moe_asyncrl.weights.group import Meeting, connect, drop
 from moe_asyncrl.weights.message import dense_header, message_bytes, payload_view, seal, sparse_header
 from moe_asyncrl.weights.message_files import FolderWriter
 from moe_asyncrl.weights.message_part import Part, part_view, place_parts, whole_part
-from moe_asyncrl.weights.sparse import encode
+from moe_asyncrl.weights.sparse_encode import encode
 from moe_asyncrl.weights.stream_digest import StreamDigest, manifest_digest
 
 Weights = Mapping[str, torch.Tensor]

@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_asyncrl.weights import sparse
+from moe_asyncrl.weights import sparse_encode
 from moe_asyncrl.weights.message import message_bytes, open_message, payload_view, seal, sparse_header
 from moe_asyncrl.weights.message_part import Part, place_parts, whole_part
-from moe_asyncrl.weights.sparse import BLOCK, HEAD_BYTES, RAW, Encoded, bits, decode, decode_all, encode
+from moe_asyncrl.weights.sparse import BLOCK, HEAD_BYTES, RAW, bits, decode, decode_all
+from moe_asyncrl.weights.sparse_encode import Encoded, encode
 
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "uint8", "float64")
 RIGHT: dict[str, Any] = {"epoch": 1, "version": 2, "stream": 0, "number": 0}
@@ -52,7 +53,7 @@ def applied(old: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) ->
 def test_old_and_changes_make_new_bit_for_bit(dtype: str, elements: int, share: float, seed: int, chunk: int) -> None:
     old, new = random_pair(dtype, elements, share, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse, "CHUNK", chunk)
+        patch.setattr(sparse_encode, "SPAN", chunk)
         encoded = encode(old, new, max_fraction=9.0 + HEAD_BYTES)
         copy = old.clone()
         if elements:
@@ -89,7 +90,7 @@ def test_bits_count_and_not_numbers() -> None:
 def test_too_many_changes_are_given_up_and_the_copy_is_new_all_the_same(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sparse, "CHUNK", chunk)
+    monkeypatch.setattr(sparse_encode, "SPAN", chunk)
     old, new = random_pair("bfloat16", 10_000, 0.1, 1)
     whole = encode(old, new)
     assert whole.blob is not None and 0.05 < whole.fraction < 0.15
