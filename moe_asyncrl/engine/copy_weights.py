@@ -10,6 +10,7 @@ from moe_asyncrl.data.weights import Prepare, Stream
 from moe_asyncrl.engine.client import EngineClient
 from moe_asyncrl.engine.errors import EngineRefused
 from moe_asyncrl.engine.ports import free_port
+from moe_asyncrl.weights.group import group_name
 
 AT_ONCE = 4
 """Messages in one call: between calls both engines answer other questions, and the source generates."""
@@ -39,7 +40,7 @@ async def copy_weights(
     """
     if source.world_size != target.world_size:
         raise EngineRefused(f"{target.name} has {target.world_size} ranks, {source.name} has {source.world_size}")
-    copy = f"copy-{uuid.uuid4().hex[:12]}"
+    copy = group_name(f"copy-{uuid.uuid4().hex[:12]}", min(STEP_S, deadline_s))
     try:
         await _meet(source, target, copy, host, backend, deadline_s)
         offer = await source.offer_copy(copy, group=copy, bucket_bytes=bucket_bytes, deadline_s=deadline_s)

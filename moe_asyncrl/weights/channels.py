@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from moe_asyncrl.data.protocols import EngineControl
 from moe_asyncrl.weights.backend import Transport as Backend
 from moe_asyncrl.weights.failure import EnginesFailed
-from moe_asyncrl.weights.group import Meeting, leave
+from moe_asyncrl.weights.group import Meeting, group_name, leave
 from moe_asyncrl.weights.loop_thread import LoopThread
 from moe_asyncrl.weights.orders import Answer, AnyOrder, Connect, Drop
 from moe_asyncrl.weights.plan import Plan
@@ -82,7 +82,7 @@ class Channels:
 
     def _form(self, sender: int, members: Sequence[EngineControl], backend: Backend) -> None:
         self._made += 1
-        name = f"weights-{self._tag}-{self._made}"
+        name = group_name(f"weights-{self._tag}-{self._made}", self._timeout_s)
         meeting = self._loop.call(
             Meeting.open(members, name=name, host=self._host, backend=backend, timeout_s=self._timeout_s)
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -37,12 +38,24 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """Where and how the ranks of a group meet."""
 
     name: str
-    """Never used before."""
+    """See `group_name`."""
     host: str
     port: int
     world_size: int
     backend: Transport
     timeout_s: float
+
+
+def group_name(stem: str, timeout_s: float) -> str:
+    """A name that says how long members wait for each other: SGLang's request to join a group has no field for it, and
+    its own limit is half an hour. `stem` was never used before."""
+    return f"{stem}@{timeout_s:.3f}s"
+
+
+def wait_of(name: object) -> float | None:
+    """Seconds that members of a group wait for each other; None if it is none of ours."""
+    found = re.fullmatch(r".+@(\d+\.\d{3})s", str(name))
+    return None if found is None else float(found[1])
 
 
 class Meeting:
@@ -95,11 +108,13 @@ class Meeting:
     async def call_off(self, failure: EnginesFailed) -> EnginesFailed:
         """Free the engines. Returns the failure to raise: engines at fault are those that `failure` names, or the ones
         that do not come out."""
-        # Without the store, engines that wait in the rendezvous come out of it with an error.
+        # Without the store, engines that wait in the rendezvous come out of it with an error. Those that wait for one
+        # that has died since do so at their own limit.
         self._store.close()
         lost = {**_errors(self._joins), **failure.lost} if not failure.lost else dict(failure.lost)
         others = {name: task for name, task in self._joins.items() if name not in lost}
-        stuck = await _outcomes(others, GRACE_S, only_unfinished=True) if others else {}
+        limit = self.rendezvous.timeout_s + GRACE_S
+        stuck = await _outcomes(others, limit, only_unfinished=True) if others else {}
         await leave([e for e in self._engines if e.name not in stuck], self.rendezvous.name)
         for task in self._joins.values():
             task.cancel()

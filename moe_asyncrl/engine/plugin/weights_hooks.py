@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from moe_asyncrl.data.weights import ROUTE
 from moe_asyncrl.engine.plugin.hooks import Hook, register_hooks
 from moe_asyncrl.engine.plugin.weights_engine import SchedulerEngine, error_reason, stamp
 from moe_asyncrl.engine.plugin.weights_receiver import Receiver
+from moe_asyncrl.weights.group import wait_of
 
 CARRIER = "moe_asyncrl:"
 
@@ -40,6 +42,12 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state",
         "after",
         "weights_hooks:add_hold",
+    ),
+    # An engine that is joining serves nobody else.
+    (
+        "sglang.srt.model_executor.model_runner_components.weight_updater.init_custom_process_group",
+        "around",
+        "weights_hooks:join_in_time",
     ),
     # The scheduler's refusal would not reach the client: it gets no reply of the scheduler's.
     (
@@ -170,6 +178,14 @@ def answer_if_broken(original: Any, scheduler: Any, request: Any, **kwargs: Any)
 def stamp_request(scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     """Before it is queued, for the first time or after it lost its KV."""
     stamp(req, receiver_of(scheduler).holding.changes)
+
+
+def join_in_time(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wait for other members as long as the group's name says. NCCL connects later, and its limit ends processes."""
+    wait_s = wait_of(kwargs.get("group_name"))
+    if wait_s is not None and kwargs.get("backend") == "gloo":
+        kwargs["timeout"] = timedelta(seconds=wait_s)
+    return original(*args, **kwargs)
 
 
 def add_hold(result: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
