@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 import msgspec
@@ -16,11 +17,14 @@ from moe_asyncrl.weights.message import PREFIX_BYTES, message_bytes, payload_vie
 from moe_asyncrl.weights.message_part import Part, place_parts
 from moe_asyncrl.weights.pack import Parameters, piece_at_source
 from moe_asyncrl.weights.snapshot import Snapshot
+from moe_asyncrl.weights.sparse import Ints
 from moe_asyncrl.weights.sparse_encode import Encoded as EncodedPiece
-from moe_asyncrl.weights.sparse_encode import Encoding, Flags
+from moe_asyncrl.weights.sparse_encode import Encoding
 from moe_asyncrl.weights.work import Work
 
 T = TypeVar("T")
+AT_ONCE = 32
+"""Pieces that a thread looks at before it tells: waking another thread takes as long as a look at a small piece."""
 ROOM = 1 << 16
 """Bytes that changes may take whatever the model's size: heads of blobs alone are more than a tiny model's fraction."""
 
@@ -58,14 +62,14 @@ def encode_changes(
     left = max_fraction * sum(part.elements * part.itemsize for part in pieces.values()) + ROOM
     found: dict[int, EncodedPiece] = {}
 
-    def look(number: int) -> tuple[int, Encoding, list[Flags]]:
+    def look(number: int) -> tuple[int, Encoding, list[Ints]]:
         value = piece_at_source(work.origins[number], parameters)
         encoding = snapshot.compare(number, value.to(getattr(torch, pieces[number].dtype)).contiguous())
         return number, encoding, [encoding.look(start) for start in encoding.spans]
 
-    for number, encoding, flags in _ahead(look, pieces, threads):
+    for number, encoding, where in _ahead(look, pieces, threads):
         # Small pieces may change altogether: what counts is the sum.
-        encoded = encoding.take_all(flags, int(left))
+        encoded = encoding.take_all(where, int(left))
         if encoded.blob is None:
             return None
         left -= encoded.blob.nbytes if encoded.changed else 0
@@ -81,15 +85,16 @@ def encode_changes(
 
 
 def _ahead(call: Callable[[int], T], numbers: Iterable[int], threads: int) -> Iterator[T]:
-    """What `call` gives for each number, in their order; other threads are ahead by as many as they are."""
+    """What `call` gives for each number, in their order; each of the other threads is ahead by `AT_ONCE` of them."""
+    waiting: deque[Future[list[T]]] = deque()
+    rest = iter(numbers)
     with ThreadPoolExecutor(threads) as pool:
-        waiting: deque[Future[T]] = deque()
-        for number in numbers:
-            waiting.append(pool.submit(call, number))
+        while batch := list(islice(rest, AT_ONCE)):
+            waiting.append(pool.submit(lambda batch: [call(number) for number in batch], batch))
             if len(waiting) > threads:
-                yield waiting.popleft().result()
+                yield from waiting.popleft().result()
         while waiting:
-            yield waiting.popleft().result()
+            yield from waiting.popleft().result()
 
 
 def _pieces(work: Work) -> dict[int, Part]:

@@ -1,7 +1,7 @@
 """The sender's copy of what it last sent, piece by piece, against which deltas are made.
 
 Memory: the bytes of the rank's pieces once more, in host memory, in the dtype they travel as (`Snapshot.nbytes`); the
-work of a delta needs, on top of the blobs, flags of an eighth of the pieces that threads look at, at once.
+work of a delta needs a few megabytes on top of the blobs.
 
 When the copy is worth something: engines hold version v only once all of them have committed it. So the copy has a
 base, (version, manifest), from `commit` until the next `begin`, and none in between: then it holds, piece by piece,
