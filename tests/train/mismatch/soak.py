@@ -19,6 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from moe_asyncrl.data.recorded import newest_first
 from moe_asyncrl.telemetry.jsonl import read_jsonl
 from moe_asyncrl.telemetry.run_folder import RunFolder
 from tests.train.mismatch.drift import slope_of
@@ -45,6 +48,13 @@ def run(folder: Path, steps: int, more: Sequence[str]) -> RunFolder:
     return RunFolder(folder / "latest")
 
 
+def several_versions(folder: RunFolder) -> dict[str, int]:
+    """How many of the recorded trajectories were sampled while an update came."""
+    recorded = [t for group in newest_first(folder.trajectories) for t in group.trajectories()]
+    lived = sum(len(np.unique(t.weight_version[t.loss_mask])) > 1 for t in recorded)
+    return {"recorded": len(recorded), "several_versions": lived}
+
+
 def figures(folder: RunFolder) -> dict[str, Any]:
     """What the run came to."""
     records = list(read_jsonl(folder.metrics_path))
@@ -62,7 +72,7 @@ def figures(folder: RunFolder) -> dict[str, Any]:
         "probe_tokens": tokens,
         "coverage": min(r["coverage"] for r in steps),
         "staleness_mean": sum(r["staleness_mean"] for r in steps) / len(steps),
-        "several_versions": sum(r["coverage_same_version"] < 1 for r in steps),
+        **several_versions(folder),
         **mean,
         "ratio": mean["kl_replay"] / mean["kl_live"],
         "ratio_each": sorted(round(p["kl_replay"] / p["kl_live"], 3) for p in probes),
