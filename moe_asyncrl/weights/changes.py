@@ -65,11 +65,11 @@ def encode_changes(
     def look(number: int) -> tuple[int, Encoding, list[Ints]]:
         value = piece_at_source(work.origins[number], parameters)
         encoding = snapshot.compare(number, value.to(getattr(torch, pieces[number].dtype)).contiguous())
-        return number, encoding, [encoding.look(start) for start in encoding.spans]
+        return number, encoding, encoding.look()
 
     for number, encoding, where in _ahead(look, pieces, threads):
         # Small pieces may change altogether: what counts is the sum.
-        encoded = encoding.take_all(where, int(left))
+        encoded = encoding.take(where, int(left))
         if encoded.blob is None:
             return None
         left -= encoded.blob.nbytes if encoded.changed else 0

@@ -9,7 +9,7 @@ what the update under way sends. An update that is given up leaves no base, and 
 
     begin(v)  →  compare(key, new) or store(key, new) for each piece  →  commit(v, manifest)
 
-After `take_all` the copy is `new`, so a piece may be sent whole after all without `store`. A version that is sent once
+After `take` the copy is `new`, so a piece may be sent whole after all without `store`. A version that is sent once
 more, in full, goes on where it was: `store` what had no turn, no second `begin`.
 """
 
@@ -55,7 +55,7 @@ class Snapshot(Generic[Key]):
     def compare(self, key: Key, new: torch.Tensor) -> Encoding:
         """What changed in a piece since the base; the copy becomes `new` on the way, also where it is too much to send.
 
-        That is once `take_all` of what is returned was called; without it, another `begin` has to follow.
+        That is once `take` of what is returned was called; without it, another `begin` has to follow.
 
         Args:
             new: the piece, contiguous, row by row, in the dtype it travels as. From a GPU it is copied here first.

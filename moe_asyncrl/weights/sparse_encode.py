@@ -1,7 +1,7 @@
 """Finding the elements of a piece whose bits have changed, and writing them as a blob of `sparse`.
 
 In two steps, so that several threads can share the work: `look` reads memory, and holds up no other thread meanwhile;
-`take_all` goes through what was found, and is NumPy in small calls, of which two threads do no more than one.
+`take` goes through what was found, and is NumPy in small calls, of which two threads do no more than one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Encoded:
 class Encoding:
     """The changes from `old` to `new`: contiguous CPU tensors of one dtype and size.
 
-    `look` at all `spans`, in any thread, then `take_all` of what was found.
+    `look`, in any thread, then `take` of what was found.
     """
 
     def __init__(self, old: torch.Tensor, new: torch.Tensor, *, update: bool = False) -> None:
@@ -56,24 +56,26 @@ class Encoding:
         """Of the piece."""
         return int(self._after.nbytes)
 
+    def look(self) -> list[Ints]:
+        """Rising positions of the elements that differ, span by span, each counted within its span."""
+        # Plain comparison and `nonzero` run on whole registers, and without Python's lock: words of several elements,
+        # with a second look at those that differ, were slower.
+        return [
+            np.not_equal(self._before[start : start + SPAN], self._after[start : start + SPAN]).nonzero()[0]
+            for start in self._spans
+        ]
+
     @property
-    def spans(self) -> range:
-        """Their first elements."""
+    def _spans(self) -> range:
         return range(0, len(self._after), SPAN)
 
-    def look(self, start: int) -> Ints:
-        """Rising positions in the span of the elements that differ."""
-        # Plain comparison and `nonzero` run on whole registers, and without Python's lock: words of several elements,
-        # with a second look at those that differ, were slower (`benchmarks/delta_codec.py`).
-        return np.not_equal(self._before[start : start + SPAN], self._after[start : start + SPAN]).nonzero()[0]
-
-    def take_all(self, found: Sequence[Ints], most: int) -> Encoded:
-        """The changes, given what `look` found in each span. No blob where it would have more than `most` bytes."""
+    def take(self, found: Sequence[Ints], most: int) -> Encoded:
+        """The changes, given what `look` found. No blob where it would have more than `most` bytes."""
         lows: list[Bytes] = []
         values: list[Bytes] = []
         blocks = np.zeros(blocks_of(len(self._after)), np.uint16)
         itemsize, changed, free = self._after.itemsize, 0, most - HEAD_BYTES - len(blocks)
-        for start, where in zip(self.spans, found, strict=True):
+        for start, where in zip(self._spans, found, strict=True):
             there = self._after[start : start + SPAN].take(where)
             if self._update:
                 self._before[start : start + SPAN][where] = there
@@ -98,4 +100,4 @@ def encode(old: torch.Tensor, new: torch.Tensor, *, max_fraction: float = 1.0, u
     `max_fraction`: give up when the blob would have more bytes than this part of `new`.
     """
     encoding = Encoding(old, new, update=update)
-    return encoding.take_all([encoding.look(start) for start in encoding.spans], int(max_fraction * encoding.nbytes))
+    return encoding.take(encoding.look(), int(max_fraction * encoding.nbytes))

@@ -33,7 +33,7 @@ def committed(weights: dict[str, torch.Tensor], version: int = 1) -> Snapshot[st
 
 def changed(snapshot: Snapshot[str], key: str, new: torch.Tensor, *, max_fraction: float = 1.0) -> Encoded:
     encoding = snapshot.compare(key, new)
-    return encoding.take_all([encoding.look(start) for start in encoding.spans], int(max_fraction * new.nbytes))
+    return encoding.take(encoding.look(), int(max_fraction * new.nbytes))
 
 
 def test_an_engine_that_applies_every_delta_holds_the_same_bits() -> None:
